@@ -1,0 +1,27 @@
+"""The tail of a latent MoE layer as one operation for jit(shard_map) programs.
+
+import jax_latent_tail as latent_tail
+"""
+
+from jax_latent_tail.api import Unfinalized, all_reduce_rms_norm, fused, reduce_scatter
+from jax_latent_tail.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    LatentTailError,
+    UnavailableError,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "LatentTailError",
+    "UnavailableError",
+    "Unfinalized",
+    "all_reduce_rms_norm",
+    "fused",
+    "reduce_scatter",
+]

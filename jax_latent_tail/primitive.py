@@ -1,0 +1,140 @@
+"""The JAX primitive of the tail: types, batching and lowering.
+
+`bind` is called inside shard_map with operands that `unify_varying` has prepared. The latent
+output loses the group's axes from its varying type, the shard keeps them: so shard_map's check
+accepts `out_specs=P()` for the one and refuses it for the other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_latent_tail import reference
+from jax_latent_tail.errors import ArgumentValueError
+from jax_latent_tail.reference import AxisName
+from jax_latent_tail.spec import Operands, TailSpec
+
+latent_tail_p = Primitive("latent_tail")
+latent_tail_p.multiple_results = True
+
+
+def bind(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
+    """Runs the tail; arguments and results as for `reference.tail`."""
+    return latent_tail_p.bind(*operands.present(), spec=spec, axis_name=axis_name)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which x may differ; empty under check_vma=False."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def unify_varying(axis_name: AxisName, operands: Operands) -> Operands:
+    """Casts the operands to the types that `bind` wants.
+
+    All vary over the axes outside the group over which any of them varies (dp, say), and all but
+    gamma vary over the group. Transposed, the casts are the sums that gradients need.
+    """
+    if not varying_axes(lax.axis_index(axis_name)):  # check_vma=False: nothing is typed
+        return operands
+    outer = frozenset().union(*map(varying_axes, operands.present())) - set(axis_name)
+
+    def cast(name: str, x: Any) -> Any:
+        if x is None:
+            return None
+        target = outer if name == "gamma" else outer | set(axis_name)
+        return lax.pcast(x, tuple(sorted(target - varying_axes(x))), to="varying")
+
+    return Operands(*map(cast, Operands._fields, operands))
+
+
+@latent_tail_p.def_abstract_eval
+def _abstract_eval(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
+    operands = spec.operands(*avals)
+    varying = frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+
+    def output(like: Any, columns: int, varying: frozenset[str]) -> Any:
+        return like.update(
+            shape=(operands.num_tokens, columns),
+            dtype=jnp.dtype(jnp.bfloat16),
+            manual_axis_type=like.manual_axis_type.update(varying=varying),
+        )
+
+    outputs = []
+    if spec.latent_dim is not None:
+        tokens = operands.rows if spec.top_k is None else operands.indices
+        outputs.append(output(tokens, spec.latent_dim, varying - set(axis_name)))
+    if spec.hidden_dim is not None:
+        outputs.append(output(operands.shared, spec.shard_dim, varying))
+    return outputs
+
+
+def _batch(
+    axis_data: Any,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """vmap: a batch of calls is one call with more tokens, for rows do not interact."""
+    if axis_data.name in axis_name:
+        raise ArgumentValueError(
+            "axis_name", f"{axis_name}, of which vmap maps {axis_data.name!r}", "axes of shard_map"
+        )
+    if all(dim is None for dim in dims):
+        outputs = bind(spec, axis_name, spec.operands(*arrays))
+        return outputs, [None] * len(outputs)
+    size = axis_data.size
+    single = spec.operands(*arrays)
+    is_batched = spec.operands(*(dim is not None for dim in dims))
+    stacked = spec.operands(
+        *(
+            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(arrays, dims, strict=True)
+        )
+    )
+
+    def call(operands: Operands) -> list[jax.Array]:
+        # Under vmap's spmd_axis_name the batched operands alone vary over that axis.
+        return bind(spec, axis_name, unify_varying(axis_name, operands))
+
+    if is_batched.gamma:  # rows with different gammas cannot share a call
+        outputs = lax.map(lambda present: call(spec.operands(*present)), stacked.present())
+        return outputs, [0] * len(outputs)
+
+    flat = Operands(*(x if x is None else _merge_leading(x) for x in stacked))
+    flat = flat._replace(gamma=single.gamma)
+    if spec.top_k is not None:
+        if is_batched.rows:
+            flat = flat._replace(indices=_merge_leading(_indices_into_merged_rows(stacked)))
+        else:
+            flat = flat._replace(rows=single.rows)
+    outputs = [y.reshape(size, y.shape[0] // size, y.shape[1]) for y in call(flat)]
+    return outputs, [0] * len(outputs)
+
+
+def _merge_leading(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _indices_into_merged_rows(stacked: Operands) -> jax.Array:
+    """Indices [B, M, K] of rows [B, P, L] as indices of rows [B * P, L]; invalid ones stay so."""
+    size, num_rows, _ = stacked.rows.shape
+    first_row = num_rows * jnp.arange(size, dtype=jnp.int32)[:, None, None]
+    merged = jnp.where(stacked.indices < num_rows, stacked.indices + first_row, size * num_rows)
+    return jnp.where(stacked.indices < 0, stacked.indices, merged)
+
+
+batching.fancy_primitive_batchers[latent_tail_p] = _batch
+
+
+def _plain(*arrays: jax.Array, spec: TailSpec, axis_name: AxisName) -> list[jax.Array]:
+    return reference.tail(spec, axis_name, spec.operands(*arrays))
+
+
+mlir.register_lowering(latent_tail_p, mlir.lower_fun(_plain, multiple_results=True))

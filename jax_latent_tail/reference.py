@@ -1,0 +1,138 @@
+"""The contract of the tail in plain JAX collectives.
+
+`tail` is what every implementation must reproduce: bit for bit in the reduced sums, within one
+bf16 ulp in the normalised rows. It is the default lowering of the primitive on every platform.
+`unfused` is the same mathematics as anyone would write it, without promises about bits: it is
+differentiated for the backward pass, and it is the pipeline that the benchmarks compare with.
+
+What makes `tail` exact under XLA, which folds `0 + x`, keeps bf16 products in fp32 and may
+reorder a reduction: sums over ranks and slots are unrolled additions, the sign of a zero sum is
+set by a select, and every rounding is a `reduce_precision`, which XLA never removes.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_latent_tail.spec import Operands, TailSpec
+
+AxisName = tuple[str, ...]
+
+# Up to here every rank receives all contributions and norms every row itself: one collective
+# fewer. Above, a rank owns M / tp rows, which moves and computes less by a factor of tp / 2.
+# Measured with `python -m jax_latent_tail bench` on CPU devices.
+ONE_SHOT_MAX_TOKENS = 16
+
+
+def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
+    """Computes the tail under the contract, inside shard_map.
+
+    Args:
+      spec: the call.
+      axis_name: mesh axes of the group, major first.
+      operands: this rank's arrays, as `spec` says.
+
+    Returns:
+      latent [M, L] bf16, equal on all ranks, where the spec has a routed half; then this rank's
+      shard [M, S] bf16 where it has a shared one.
+    """
+    outputs = []
+    if spec.latent_dim is not None:
+        if spec.top_k is None:
+            contribution = operands.rows
+        else:
+            contribution = _round_to_bf16(_finalize(operands)).astype(jnp.bfloat16)
+        one_shot = operands.num_tokens <= ONE_SHOT_MAX_TOKENS
+        reduce_and_norm = _all_reduce_one_shot if one_shot else _all_reduce_two_shot
+        outputs.append(reduce_and_norm(spec, axis_name, contribution, operands.gamma))
+    if spec.hidden_dim is not None:
+        slices = operands.shared.reshape(-1, spec.tp, spec.shard_dim).swapaxes(0, 1)
+        partials = lax.all_to_all(slices, axis_name, split_axis=0, concat_axis=0)
+        outputs.append(_round_to_bf16(_positive_zero(_ordered_sum(partials))).astype(jnp.bfloat16))
+    return outputs
+
+
+def unfused(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
+    """psum, RMSNorm and psum_scatter in fp32; arguments and results as for `tail`."""
+    outputs = []
+    if spec.latent_dim is not None:
+        contribution = _fp32(operands.rows) if spec.top_k is None else _finalize(operands)
+        x = lax.psum(contribution, axis_name)
+        inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + spec.eps)
+        outputs.append((x * inverse_rms * _fp32(operands.gamma)).astype(jnp.bfloat16))
+    if spec.hidden_dim is not None:
+        z = lax.psum_scatter(_fp32(operands.shared), axis_name, scatter_dimension=1, tiled=True)
+        outputs.append(z.astype(jnp.bfloat16))
+    return outputs
+
+
+def _finalize(operands: Operands) -> jax.Array:
+    """The fp32 sums [M, L] of weighted expert rows, over slots in ascending order."""
+    rows = operands.rows
+    if rows.shape[0] == 0:  # XLA gathers from no rows at all are refused
+        rows = jnp.pad(rows, ((0, 1), (0, 0)), constant_values=jnp.nan)
+    terms = []
+    for index, weight in zip(operands.indices.T, operands.weights.T, strict=True):
+        skipped = (index < 0)[:, None]
+        # A row that does not exist reads as NaN: a caller's error must show.
+        row = rows.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        # Both factors are cleared, so that neither value nor gradient sees a skipped slot's.
+        row = jnp.where(skipped, 0, row)
+        weight = jnp.where(skipped, 0, weight[:, None])
+        terms.append(_fp32(row) * _fp32(weight))
+    return _ordered_sum(terms)
+
+
+def _all_reduce_one_shot(
+    spec: TailSpec, axis_name: AxisName, contribution: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    contributions = lax.all_gather(contribution, axis_name)
+    return _rms_norm(spec, _positive_zero(_ordered_sum(contributions)), gamma)
+
+
+def _all_reduce_two_shot(
+    spec: TailSpec, axis_name: AxisName, contribution: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    num_tokens = contribution.shape[0]
+    padding = -num_tokens % spec.tp
+    padded = jnp.pad(contribution, ((0, padding), (0, 0)))
+    blocks = padded.reshape(spec.tp, -1, spec.latent_dim)
+    contributions = lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+    own_rows = _rms_norm(spec, _positive_zero(_ordered_sum(contributions)), gamma)
+    return lax.all_gather(own_rows, axis_name, tiled=True)[:num_tokens]
+
+
+def _rms_norm(spec: TailSpec, s: jax.Array, gamma: jax.Array) -> jax.Array:
+    """RMSNorm of fp32 rows s [..., L] with the roundings of the contract."""
+    if spec.fp32_internal:
+        x, square = s, s * s
+    else:
+        x = _round_to_bf16(s)
+        square = _round_to_bf16(x * x)
+    mean_square = jnp.sum(square, axis=-1, keepdims=True) / s.shape[-1]
+    y = x * lax.rsqrt(mean_square + spec.eps) * _fp32(gamma)
+    return _round_to_bf16(y).astype(jnp.bfloat16)
+
+
+def _ordered_sum(terms: Sequence[jax.Array] | jax.Array) -> jax.Array:
+    """The fp32 sum of terms[0], terms[1], ... in this order."""
+    total = _fp32(terms[0])
+    for index in range(1, len(terms)):
+        total = total + _fp32(terms[index])
+    return total
+
+
+def _positive_zero(total: jax.Array) -> jax.Array:
+    """What the sum would be from +0: only terms that are all -0 make a difference."""
+    return jnp.where(total == 0, 0, total)
+
+
+def _fp32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _round_to_bf16(x: jax.Array) -> jax.Array:
+    """fp32 values rounded to bf16, still fp32: a plain pair of casts XLA may drop."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

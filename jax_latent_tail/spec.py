@@ -1,0 +1,83 @@
+"""The static description of one call of the tail, shared by every layer of the package.
+
+Names used throughout: M tokens, L latent_dim, H hidden_dim, tp group size, S = H / tp shard_dim,
+K top_k, P rows of unreduced expert output.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax_latent_tail.errors import ArgumentValueError
+
+# Tokens a native workspace has room for unless the caller says otherwise: a decode step's.
+DEFAULT_MAX_TOKENS = 128
+
+
+class Operands(NamedTuple):
+    """The arrays of one call in the order the primitive takes them; None where there is none."""
+
+    rows: Any = None  # [M, L], or [P, L] where the call finalizes expert rows
+    weights: Any = None  # [M, K]
+    indices: Any = None  # [M, K]
+    gamma: Any = None  # [L]
+    shared: Any = None  # [M, H]
+
+    def present(self) -> tuple[Any, ...]:
+        return tuple(operand for operand in self if operand is not None)
+
+    @property
+    def num_tokens(self) -> int:
+        """M, which the expert rows themselves do not tell."""
+        for operand in (self.indices, self.rows, self.shared):
+            if operand is not None:
+                return operand.shape[0]
+        raise ValueError("no operand has a token dimension")
+
+
+@dataclasses.dataclass(frozen=True)
+class TailSpec:
+    """Sizes, rounding and limits of one call; hashable, and equal on every rank of a group.
+
+    Attributes:
+      tp: ranks in the group.
+      latent_dim: L, columns of the routed half; None where the call has no routed half.
+      hidden_dim: H, columns of the shared half, a multiple of tp; None where it has none.
+      top_k: K, expert rows per token that the routed half finalizes; None where the routed rows
+        come finalized.
+      eps: added to the mean square before the reciprocal square root.
+      fp32_internal: False rounds the reduced row and its squares to bf16 before the row sum, True
+        keeps both in fp32.
+      max_tokens: tokens that a native implementation keeps room for.
+    """
+
+    tp: int
+    latent_dim: int | None
+    hidden_dim: int | None
+    top_k: int | None
+    eps: float
+    fp32_internal: bool
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.hidden_dim is not None and self.hidden_dim % self.tp:
+            raise ArgumentValueError(
+                "shared",
+                f"{self.hidden_dim} columns wide",
+                f"a multiple of the {self.tp} ranks it is scattered over",
+            )
+
+    @property
+    def shard_dim(self) -> int:
+        """S, the columns of the shared half that each rank keeps."""
+        assert self.hidden_dim is not None
+        return self.hidden_dim // self.tp
+
+    def operands(self, *arrays: Any) -> Operands:
+        """Names the arrays that `Operands.present` listed for a call of this description."""
+        names: tuple[str, ...] = ()
+        if self.latent_dim is not None:
+            names += ("rows",) if self.top_k is None else ("rows", "weights", "indices")
+            names += ("gamma",)
+        if self.hidden_dim is not None:
+            names += ("shared",)
+        return Operands(**dict(zip(names, arrays, strict=True)))
