@@ -81,19 +81,24 @@ def run(
                         stderr=None if streamed else subprocess.STDOUT,
                     )
                 processes.append(process)
-            failure = _wait(processes, time.monotonic() + timeout_s)
+            failure = _wait(processes, timeout_s)
         finally:
             _end(processes)
         texts = [log.read_text(errors="replace") for log in logs]
     if failure:
         tails = (f"--- process {i} ---\n{text[-_LOG_TAIL:]}" for i, text in enumerate(texts))
-        raise ProcessError("\n".join([failure.format(timeout_s=timeout_s), *tails]))
+        raise ProcessError("\n".join([failure, *tails]))
     return texts
+
+
+def is_member() -> bool:
+    """Whether `run` started this process."""
+    return _COORDINATOR in os.environ
 
 
 def initialize() -> None:
     """Joins the group that `run` started this process for; does nothing in any other process."""
-    if _COORDINATOR not in os.environ:
+    if not is_member():
         return
     import jax
 
@@ -104,8 +109,9 @@ def initialize() -> None:
     )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> str | None:
     """Waits for all to exit with status 0; otherwise returns what went wrong first."""
+    deadline = time.monotonic() + timeout_s
     while True:
         statuses = [process.poll() for process in processes]
         for index, status in enumerate(statuses):
@@ -116,7 +122,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str 
             return None
         if time.monotonic() > deadline:
             running = [index for index, status in enumerate(statuses) if status is None]
-            return f"processes {running} were still running after {{timeout_s}} s"
+            return f"processes {running} were still running after {timeout_s:g} s"
         time.sleep(_POLL_S)
 
 

@@ -20,10 +20,10 @@ from jax_latent_tail.spec import Operands, TailSpec
 
 AxisName = tuple[str, ...]
 
-# Up to here every rank receives all contributions and norms every row itself: one collective
-# fewer. Above, a rank owns M / tp rows, which moves and computes less by a factor of tp / 2.
-# Measured with `python -m jax_latent_tail bench` on CPU devices.
-ONE_SHOT_MAX_TOKENS = 16
+# Up to here every rank receives all contributions and norms all rows itself: one collective
+# fewer, which is what counts for few tokens on accelerators. Above, each rank sums and norms a
+# tp-th of the rows; on CPU devices that is already faster from M = tp on (docs/benchmarks.md).
+ONE_SHOT_MAX_TOKENS = 8
 
 
 def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
@@ -70,19 +70,22 @@ def unfused(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax
 
 def _finalize(operands: Operands) -> jax.Array:
     """The fp32 sums [M, L] of weighted expert rows, over slots in ascending order."""
-    rows = operands.rows
-    if rows.shape[0] == 0:  # XLA gathers from no rows at all are refused
-        rows = jnp.pad(rows, ((0, 1), (0, 0)), constant_values=jnp.nan)
     terms = []
     for index, weight in zip(operands.indices.T, operands.weights.T, strict=True):
-        skipped = (index < 0)[:, None]
-        # A row that does not exist reads as NaN: a caller's error must show.
-        row = rows.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         # Both factors are cleared, so that neither value nor gradient sees a skipped slot's.
-        row = jnp.where(skipped, 0, row)
+        skipped = (index < 0)[:, None]
+        row = jnp.where(skipped, 0, _take_rows(operands.rows, index))
         weight = jnp.where(skipped, 0, weight[:, None])
         terms.append(_fp32(row) * _fp32(weight))
     return _ordered_sum(terms)
+
+
+def _take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """rows[index], where a row that does not exist is NaN: a caller's error must show."""
+    num_rows, columns = rows.shape
+    if num_rows == 0:  # XLA's gather wants at least one
+        return jnp.full((index.shape[0], columns), jnp.nan, rows.dtype)
+    return rows.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _all_reduce_one_shot(
