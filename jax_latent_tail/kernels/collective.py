@@ -1,0 +1,772 @@
+"""The fused kernel: all-reduce + RMSNorm of one partial row, reduce-scatter of another.
+
+Each rank launches it once per call. A cluster serves one token of one role, *routed* (all-reduce
+and norm of L columns) or *shared* (reduce-scatter of H columns), and then strides on by gridDim.x:
+
+    routed:  contribution -> publish to every peer -> wait -> sum in rank order -> norm -> store
+    shared:  scatter to the peers                  -> wait -> sum in rank order         -> store
+
+The protocol
+============
+
+Memory is laid out in `abi.py`. For each (channel, role, token) a rank keeps a *generation* g, the
+number of calls that have served this token. Its buffer g & 1 holds a slot for the row of every
+source rank. A *word* is 32 bits; the *sentinel* S = 0x80000000 means "not arrived".
+
+One call, for one token, on rank r:
+
+ 1. read g;
+ 2. publish: store the words of r's row (an S in it replaced by +0,+0) into slot r of buffer g & 1 of
+    every peer, and a 16-byte header (call hash, M, g, 0);
+ 3. wait: poll the slots of buffer g & 1 until no word is S; *re-arm*: store S into the words just
+    read; compare the headers with r's own;
+ 4. exchange a word among all warps of the cluster, each after its step 3;
+ 5. one thread advances g; all store their outputs.
+
+Obligations, and why they hold:
+
+ *No word is taken early, twice or torn.* A word is either S or of the current call. Vectors may tear
+ between words, never within one, and every word is tested. Own slots of the routed role are never
+ polled: the rank uses its registers.
+
+ *Two buffers suffice.* Let a peer publish generation g + 2 of a token, into the buffer that g used.
+ Its call of generation g + 1 is complete, since kernels on one stream do not overlap (with PDL,
+ `griddepcontrol.wait` comes before everything). So it had this rank's words of g + 1, which this rank
+ published in a kernel that followed, in the same way, the kernel of g with all its re-arming. So the
+ re-arming of g is performed before a word of g + 2 arrives. M may change from call to call: the
+ argument is about one token, whose generations count only the calls that served it. A peer is at
+ most one generation ahead, and that one fills the other buffer.
+
+ *The generation is read before it is advanced.* All threads of the cluster read it; the advancing
+ thread stores only after the exchange, to which every warp contributes after reading.
+
+ *Order between words is never used*, so publishing and polling are relaxed. They are `.sys` strong
+ accesses: performed at the memory of the rank that owns the workspace, never in an L1 cache.
+
+ *Multicast.* The routed row is stored once, by `multimem.st` through the multicast mapping, while
+ polling and re-arming use the unicast mapping of the same memory. Accesses to one location through
+ two mappings need more than program order, and get it: between this rank's re-arming of g (unicast)
+ and a peer's store of g + 2 (multicast) lie the end of this rank's kernel, which performs its stores,
+ the observation of g + 1 by the peer, and the start of a kernel there. Between the peer's store and
+ the poll that sees it no order is needed, since the poll repeats until it sees it. The store also
+ writes the rank's own slot, at any time until that kernel ends; that slot is never polled. An
+ ordinary store through a multicast mapping is undefined; there is none.
+
+ *Every wait is bounded and failure is sticky.* A wait ends with its words, or when it has lasted
+ `Control.deadline_ns`, or when `Control.broken` is set. Who fails first takes the record, sets its
+ own and its peers' `broken`. `broken` is read on entry and every `PATIENCE` failed polls. A thread
+ that has failed publishes nothing and waits for nothing any more, in later tokens and calls too; its
+ word in the exchange is `POISON`, so the cluster's whole row becomes NaN, its generation stays, and
+ all its threads have then failed. Without the stickiness a late peer's words would be taken by a
+ later call. Only a collective reset repairs it (`abi.py`).
+ The exchange itself needs no bound: it is between warps of one cluster, resident together, each of
+ which contributes exactly once a token whatever happened to it.
+
+ *Disagreement is caught.* Headers travel like the payload, from the last warp of the cluster. A
+ header with another hash, M or generation poisons the row. A swapped or missing call of identical
+ signature cannot be seen; a surplus call ends at its deadline.
+
+ *A closed communicator* (`Control.closed`) takes the same way as a failed one, so the kernel touches
+ nothing but its inputs, its outputs and the control block.
+
+Clusters that wait for each other (all ranks' clusters of one call) must be resident together or wait
+only for earlier ones: `geometry.token_ctas` sees to that. The trigger for PDL successors is compiled
+only on demand: successors occupy SMs while we wait, and ranks that share a GPU starve each other.
+"""
+
+import dataclasses
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from jax_latent_tail.kernels import abi, ptx
+from jax_latent_tail.kernels.abi import Control, Record
+from jax_latent_tail.kernels.geometry import VECTOR, VECTOR_BYTES, WARP, Geometry, entries
+from jax_latent_tail.kernels.variant import ANY_TOP_K, MULTICAST, WIDE_TOP_K, KernelVariant
+
+# Failed polls between two looks at the clock and the status: some 50-100 us.
+PATIENCE = 256
+
+# A NaN that arithmetic never yields (that one is 0x7fffffff).
+POISON = 0xFFC0DEAD
+_NAN_PAIR = 0x7FFF7FFF
+
+# Slots of the any-K finalize in flight at a time.
+_SLOTS_IN_FLIGHT = 4
+
+
+def _registers(rows: int, columns: int, dtype):
+    """A small array that lives in registers: every index is a compile-time constant."""
+    return cute.make_rmem_tensor(cute.make_layout((rows, columns), stride=(columns, 1)), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What every step of a call needs: where this thread is, and the call's parameters."""
+
+    tidx: Int32
+    lane: Int32
+    warp: Int32  # in the CTA
+    cta: Int32  # in the cluster
+    owner: Int32  # thread in the cluster
+    barriers: Int32  # shared memory: two mbarriers, then two rows of partial sums
+    control: Int64
+    rank: Int32
+    tokens: Int32
+    max_tokens: Int32
+    channel: Int32
+    call_hash: Uint32
+
+
+class Tail:
+    """The kernel of one variant in one geometry.
+
+    Thread g of the cluster owns the 16-byte vectors g, g + lanes, g + 2 * lanes, ... of a row.
+    `failed` is a thread's nonzero word once it takes no further part, see the protocol.
+    """
+
+    def __init__(self, variant: KernelVariant, geometry: Geometry):
+        self.variant = variant
+        self.geometry = geometry
+        self.tp = variant.tp
+        self.everyone = (1 << variant.tp) - 1
+        self.row_bytes = variant.latent * 2
+        self.hidden_bytes = variant.hidden * 2
+        self.shard_bytes = variant.shard * 2
+        self.row_vectors = variant.latent // VECTOR
+        self.hidden_vectors = variant.hidden // VECTOR
+        self.shard_vectors = variant.shard // VECTOR
+        offsets = abi.slot_offsets(variant.tp, variant.latent, variant.hidden)
+        self.shared_rows, routed_headers, shared_headers, self.token_bytes = offsets
+        self.headers = (routed_headers, shared_headers)
+
+    def _owned(self, vectors: int) -> int:
+        """Vectors of a row that a thread owns, the last perhaps beyond the row's end."""
+        return -(-vectors // self.geometry.lanes)
+
+    @cute.kernel
+    def kernel(
+        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64, shared: Int64,
+        shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32, permuted_rows: Int32,
+        top_k: Int32, rank: Int32, roles: Int32, channel: Int32, call_hash: Uint32, eps: Float32,
+    ):  # fmt: skip
+        """Parameters: `abi.LaunchParams`. Grid (token CTAs, cluster, roles), cluster (1, cluster, 1)."""
+        tidx, _, _ = cute.arch.thread_idx()
+        token, _, role = cute.arch.block_idx()
+        stride, _, _ = cute.arch.grid_dim()
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if roles == abi.SHARED_MASK:
+            role = Int32(abi.SHARED)
+
+        smem = cutlass.utils.SmemAllocator()
+        barriers = smem.allocate_tensor(Int64, cute.make_layout((2,)), byte_alignment=16)
+        barriers = Int32(barriers.iterator.toint())
+        if tidx == 0:
+            ptx.barrier_init(barriers)
+            ptx.barrier_init(barriers + 8)
+            ptx.barrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()  # the wait is in `meet`
+
+        # Nothing of the call happens before this, not even a load.
+        cute.arch.griddepcontrol_wait()
+
+        call = _Call(
+            tidx=tidx,
+            lane=cute.arch.lane_idx(),
+            warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
+            cta=cta,
+            owner=cta * self.geometry.threads + tidx,
+            barriers=barriers,
+            control=control,
+            rank=rank,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            channel=channel,
+            call_hash=call_hash,
+        )
+        failed = Uint32(0)
+        wave = Int32(0)
+        while token < tokens:
+            last = token + stride >= tokens
+            if role == abi.ROUTED:
+                if cutlass.const_expr(self.row_vectors > 0):
+                    failed = self.all_reduce_norm(
+                        call, rows, weights, indices, permuted_rows, top_k, gamma, eps, latent,
+                        token, wave, last, failed,
+                    )  # fmt: skip
+            else:
+                if cutlass.const_expr(self.hidden_vectors > 0):
+                    failed = self.reduce_scatter(call, shared, shard, token, wave, last, failed)
+            token = token + stride
+            wave = wave + 1
+        self.leave(call, role, failed)
+
+    # ---- the two roles
+
+    @cute.jit
+    def all_reduce_norm(
+        self, call, rows, weights, indices, permuted_rows, top_k, gamma, eps, latent,
+        token, wave, last, failed,
+    ):  # fmt: skip
+        """One token of the routed role. Returns `failed`, now equal in the whole cluster."""
+        owned = self._owned(self.row_vectors)
+        # All loads go out before the first of them is used.
+        broken, workspace, generation, header_target = self.enter(call, abi.ROUTED, token)
+        targets = self.routed_targets(call)
+        own = _registers(owned, 4, Uint32)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            for i in cutlass.range_constexpr(4):
+                own[k, i] = Uint32(0)
+            if vector < self.row_vectors:
+                words = self.contribution(
+                    rows, weights, indices, permuted_rows, top_k, token, vector
+                )
+                for i in cutlass.range_constexpr(4):
+                    own[k, i] = ptx.without_sentinel(words[i])
+
+        failed = failed | broken
+        slot = self.slot(call, token, generation)
+        peers = Uint32(self.everyone) & ~(Uint32(1) << Uint32(call.rank))
+        if failed != 0:
+            peers = Uint32(0)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            if vector < self.row_vectors:
+                offset = slot + Int64(call.rank) * self.row_bytes + Int64(vector) * VECTOR_BYTES
+                self.publish(targets, offset, peers, own, k)
+        self.publish_header(call, abi.ROUTED, header_target + slot, generation, failed)
+        if cutlass.const_expr(self.variant.trigger):
+            cute.arch.griddepcontrol_launch_dependents()
+
+        scale = _registers(owned, 4, Uint32)  # arrives while the rows travel
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            for i in cutlass.range_constexpr(4):
+                scale[k, i] = Uint32(0)
+            if vector < self.row_vectors:
+                words = ptx.load_vector(gamma + Int64(vector) * VECTOR_BYTES)
+                for i in cutlass.range_constexpr(4):
+                    scale[k, i] = words[i]
+        self.meet(wave)
+
+        x = _registers(owned, VECTOR, Float32)
+        squares = Float32(0.0)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            for i in cutlass.range_constexpr(VECTOR):
+                x[k, i] = Float32(0.0)
+            if vector < self.row_vectors:
+                words = _registers(self.tp, 4, Uint32)
+                for source in cutlass.range_constexpr(self.tp):
+                    for i in cutlass.range_constexpr(4):
+                        words[source, i] = own[k, i]
+                address = workspace + slot + Int64(vector) * VECTOR_BYTES
+                failed = self.take(
+                    call, words, address, self.row_bytes, peers, abi.ROUTED, token, generation, failed
+                )  # fmt: skip
+                for i in cutlass.range_constexpr(4):
+                    lo, hi = self.sum_in_rank_order(words, i)
+                    if cutlass.const_expr(self.variant.fp32_internal):
+                        squares = squares + lo * lo
+                        squares = squares + hi * hi
+                    else:
+                        rounded = ptx.pack(lo, hi)
+                        lo, hi = ptx.low(rounded), ptx.high(rounded)
+                        square = ptx.pack(lo * lo, hi * hi)
+                        squares = squares + ptx.low(square)
+                        squares = squares + ptx.high(square)
+                    x[k, 2 * i] = lo
+                    x[k, 2 * i + 1] = hi
+        failed = self.check_headers(call, abi.ROUTED, workspace + slot, token, generation, failed)
+
+        for step in cutlass.range_constexpr(5):
+            squares = squares + cute.arch.shuffle_sync_bfly(squares, offset=WARP >> 1 >> step)
+        total, failed = self.exchange(call, squares, failed, wave, last, self.geometry.cluster)
+        self.advance(call, abi.ROUTED, token, generation, failed)
+
+        # A poisoned row turns NaN here, without a test.
+        inverse = cute.math.rsqrt(total * Float32(1.0 / self.variant.latent) + eps, fastmath=True)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            if vector < self.row_vectors:
+                out = []
+                for i in cutlass.range_constexpr(4):
+                    lo = x[k, 2 * i] * inverse * ptx.low(scale[k, i])
+                    hi = x[k, 2 * i + 1] * inverse * ptx.high(scale[k, i])
+                    out.append(ptx.pack(lo, hi))
+                address = latent + Int64(token) * self.row_bytes + Int64(vector) * VECTOR_BYTES
+                ptx.store_vector(address, out[0], out[1], out[2], out[3])
+        return failed
+
+    @cute.jit
+    def reduce_scatter(self, call, shared, shard, token, wave, last, failed):
+        """One token of the shared role. Returns `failed`, now equal in the CTAs that store."""
+        scattered, owned = self._owned(self.hidden_vectors), self._owned(self.shard_vectors)
+        broken, workspace, generation, header_target = self.enter(call, abi.SHARED, token)
+        own = _registers(scattered, 4, Uint32)
+        targets = _registers(scattered, 1, Int64)
+        for k in cutlass.range_constexpr(scattered):
+            vector = call.owner + k * self.geometry.lanes
+            targets[k, 0] = Int64(0)
+            if vector < self.hidden_vectors:
+                words = ptx.load_vector(
+                    shared + Int64(token) * self.hidden_bytes + Int64(vector) * VECTOR_BYTES
+                )
+                for i in cutlass.range_constexpr(4):
+                    own[k, i] = ptx.without_sentinel(words[i])
+                targets[k, 0] = self.peer_workspace(call, self.shard_of(vector))
+
+        failed = failed | broken
+        slot = self.slot(call, token, generation)
+        sources = Uint32(self.everyone)
+        if failed != 0:
+            sources = Uint32(0)
+        row = slot + self.shared_rows + Int64(call.rank) * self.shard_bytes
+        for k in cutlass.range_constexpr(scattered):
+            vector = call.owner + k * self.geometry.lanes
+            if vector < self.hidden_vectors:
+                place = vector - self.shard_of(vector) * self.shard_vectors
+                offset = row + Int64(place) * VECTOR_BYTES
+                ptx.publish_vector(
+                    targets[k, 0] + offset, sources, own[k, 0], own[k, 1], own[k, 2], own[k, 3]
+                )
+        self.publish_header(call, abi.SHARED, header_target + slot, generation, failed)
+        if cutlass.const_expr(self.variant.trigger):
+            cute.arch.griddepcontrol_launch_dependents()
+
+        self.meet(wave)
+
+        sums = _registers(owned, 4, Uint32)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            for i in cutlass.range_constexpr(4):
+                sums[k, i] = Uint32(0)
+            if vector < self.shard_vectors:
+                words = _registers(self.tp, 4, Uint32)
+                for source in cutlass.range_constexpr(self.tp):
+                    for i in cutlass.range_constexpr(4):
+                        words[source, i] = Uint32(0)
+                address = workspace + slot + self.shared_rows + Int64(vector) * VECTOR_BYTES
+                failed = self.take(
+                    call, words, address, self.shard_bytes, sources, abi.SHARED, token, generation,
+                    failed,
+                )  # fmt: skip
+                for i in cutlass.range_constexpr(4):
+                    lo, hi = self.sum_in_rank_order(words, i)
+                    sums[k, i] = ptx.pack(lo, hi)
+        failed = self.check_headers(call, abi.SHARED, workspace + slot, token, generation, failed)
+
+        receivers = min(-(-self.shard_vectors // self.geometry.threads), self.geometry.cluster)
+        _, failed = self.exchange(call, Float32(0.0), failed, wave, last, receivers)
+        self.advance(call, abi.SHARED, token, generation, failed)
+        for k in cutlass.range_constexpr(owned):
+            vector = call.owner + k * self.geometry.lanes
+            if vector < self.shard_vectors:
+                if failed != 0:
+                    for i in cutlass.range_constexpr(4):
+                        sums[k, i] = Uint32(_NAN_PAIR)
+                address = shard + Int64(token) * self.shard_bytes + Int64(vector) * VECTOR_BYTES
+                ptx.store_vector(address, sums[k, 0], sums[k, 1], sums[k, 2], sums[k, 3])
+        return failed
+
+    # ---- arithmetic
+
+    @cute.jit
+    def contribution(self, rows, weights, indices, permuted_rows, top_k, token, vector):
+        """Four words of this rank's partial row: given, or finalized from expert rows.
+
+        The finalize sums weight * row over the slots, in fp32 from +0. A slot with index < 0 is
+        skipped; one with index >= permuted_rows makes the sum NaN. Neither is read.
+        """
+        offset = Int64(vector) * VECTOR_BYTES
+        if cutlass.const_expr(self.variant.top_k == 0):
+            return ptx.load_vector(rows + Int64(token) * self.row_bytes + offset)
+        sums = _registers(1, VECTOR, Float32)
+        for i in cutlass.range_constexpr(VECTOR):
+            sums[0, i] = Float32(0.0)
+        if cutlass.const_expr(self.variant.top_k in WIDE_TOP_K):
+            slots = self.variant.top_k
+            index_words, weight_words = [], []
+            for group in cutlass.range_constexpr(slots // 4):
+                address = indices + (Int64(token) * slots + group * 4) * 4
+                index_words += ptx.load_vector(address)
+            for group in cutlass.range_constexpr(slots // 8):
+                address = weights + (Int64(token) * slots + group * 8) * 2
+                for word in ptx.load_vector(address):
+                    weight_words += [ptx.low(word), ptx.high(word)]
+            expert_rows = [Int32(word) for word in index_words]
+            self.accumulate(sums, rows + offset, expert_rows, weight_words, permuted_rows)
+        else:
+            slot = Int32(0)
+            while slot < top_k:
+                expert_rows, weight_words = [], []
+                for ahead in cutlass.range_constexpr(_SLOTS_IN_FLIGHT):
+                    index, weight = Uint32(0xFFFFFFFF), Uint32(0)
+                    if slot + ahead < top_k:
+                        position = Int64(token) * Int64(top_k) + Int64(slot + ahead)
+                        index = ptx.load_word(indices + position * 4)
+                        weight = ptx.load_half(weights + position * 2)
+                    expert_rows.append(Int32(index))
+                    weight_words.append(ptx.low(weight))
+                self.accumulate(sums, rows + offset, expert_rows, weight_words, permuted_rows)
+                slot = slot + _SLOTS_IN_FLIGHT
+        return tuple(ptx.pack(sums[0, 2 * i], sums[0, 2 * i + 1]) for i in range(4))
+
+    @cute.jit
+    def accumulate(self, sums, rows, expert_rows, weights, permuted_rows):
+        """sums += weight * row, slot by slot; all rows are loaded before the first is used."""
+        data = [
+            ptx.load_row_vector(rows + Int64(index) * self.row_bytes, index, permuted_rows)
+            for index in expert_rows
+        ]
+        for slot in cutlass.range_constexpr(len(expert_rows)):
+            weight = weights[slot]
+            if expert_rows[slot] < 0:
+                weight = Float32(0.0)
+            for i in cutlass.range_constexpr(4):
+                sums[0, 2 * i] = sums[0, 2 * i] + ptx.low(data[slot][i]) * weight
+                sums[0, 2 * i + 1] = sums[0, 2 * i + 1] + ptx.high(data[slot][i]) * weight
+
+    def shard_of(self, vector):
+        """Which rank's columns of a hidden row the vector belongs to."""
+        return Int32(Uint32(vector) // Uint32(self.shard_vectors))
+
+    @cute.jit
+    def sum_in_rank_order(self, words, i):
+        """The two columns of word i, summed over ranks in fp32 from +0."""
+        lo, hi = Float32(0.0), Float32(0.0)
+        for source in cutlass.range_constexpr(self.tp):
+            lo = lo + ptx.low(words[source, i])
+            hi = hi + ptx.high(words[source, i])
+        return lo, hi
+
+    # ---- the protocol
+
+    @cute.jit
+    def generation_address(self, call, role: cutlass.Constexpr, token):
+        index = Int64(call.channel * 2 + role) * Int64(call.max_tokens) + Int64(token)
+        return call.control + abi.GENERATIONS_OFFSET + index * 4
+
+    @cute.jit
+    def slot(self, call, token, generation):
+        """Byte offset of the token's slot in any workspace."""
+        buffer = call.channel * 2 + Int32(generation & Uint32(1))
+        return (Int64(buffer) * Int64(call.max_tokens) + Int64(token)) * self.token_bytes
+
+    def peer_workspace(self, call, peer):
+        """Where this rank has mapped the peer's workspace."""
+        return ptx.load_shared_long(call.control + Control.peer_workspace.offset + Int64(peer) * 8)
+
+    def routed_targets(self, call):
+        """Where routed rows are stored: the peers' workspaces, or the multicast mapping of all."""
+        if self.variant.publish == MULTICAST:
+            return [ptx.load_shared_long(call.control + Control.multicast.offset)]
+        return [self.peer_workspace(call, peer) for peer in range(self.tp)]
+
+    @cute.jit
+    def enter(self, call, role: cutlass.Constexpr, token):
+        """What a token needs of the control block: (nonzero if the communicator has failed or is
+        closed, own workspace, generation, workspace of the peer that this lane sends a header)."""
+        broken, closed = ptx.load_shared_pair(call.control + Control.broken.offset)
+        generation = ptx.load_shared_word(self.generation_address(call, role, token))
+        workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
+        header_target = Int64(0)
+        if self.carries_header(call):
+            header_target = self.peer_workspace(call, call.lane)
+        return broken | closed, workspace, generation, header_target
+
+    @cute.jit
+    def publish(self, targets, offset, peers, words, k):
+        """words[k] to `offset` in the workspaces of `peers` (multicast: of all, or of none)."""
+        w0, w1, w2, w3 = words[k, 0], words[k, 1], words[k, 2], words[k, 3]
+        if cutlass.const_expr(self.variant.publish == MULTICAST):
+            if peers != 0:
+                ptx.multicast_vector(targets[0] + offset, w0, w1, w2, w3)
+        else:
+            for peer in cutlass.range_constexpr(self.tp):
+                active = peers & Uint32(1 << peer)
+                ptx.publish_vector(targets[peer] + offset, active, w0, w1, w2, w3)
+
+    def in_header_warp(self, call):
+        """True in the last warp of the cluster, the one with the fewest vectors."""
+        return (call.cta == self.geometry.cluster - 1) & (call.warp == self.geometry.warps - 1)
+
+    def carries_header(self, call):
+        """True in lane p of that warp, for each peer p: it sends and receives p's header."""
+        return self.in_header_warp(call) & (call.lane < self.tp) & (call.lane != call.rank)
+
+    @cute.jit
+    def publish_header(self, call, role: cutlass.Constexpr, target, generation, failed):
+        """Store this call's header into each peer's slot, `target` in the lane of that peer."""
+        if self.carries_header(call) & (failed == 0):
+            ptx.publish_vector(
+                target + self.headers[role] + Int64(call.rank) * abi.HEADER_BYTES, Uint32(1),
+                call.call_hash, Uint32(call.tokens), generation, Uint32(0),
+            )  # fmt: skip
+
+    @cute.jit
+    def take(
+        self, call, words, address, pitch: cutlass.Constexpr, sources, role: cutlass.Constexpr, token,
+        generation, failed,
+    ):  # fmt: skip
+        """Wait for one vector from each rank in the bit set `sources`, then re-arm them.
+
+        words[p] becomes the vector at address + p * pitch for p in `sources`; the others, which must
+        not hold a sentinel, stay. Returns `failed`.
+        """
+        waiting = sources
+        missing = sources
+        polls = Int32(0)
+        started = Int64(0)
+        cause = Uint32(0)
+        while waiting != 0:
+            missing = Uint32(0)
+            for source in cutlass.range_constexpr(self.tp):
+                w0, w1, w2, w3 = ptx.poll_vector(
+                    address + source * pitch, waiting & Uint32(1 << source),
+                    words[source, 0], words[source, 1], words[source, 2], words[source, 3],
+                )  # fmt: skip
+                words[source, 0], words[source, 1] = w0, w1
+                words[source, 2], words[source, 3] = w2, w3
+                missing = missing | (ptx.any_sentinel(w0, w1, w2, w3) << Uint32(source))
+            waiting = missing
+            polls = polls + 1
+            if (polls & (PATIENCE - 1)) == 0:
+                cause, started = self.lose_patience(call, started)
+                if cause != 0:
+                    waiting = Uint32(0)
+        if missing == 0:
+            for source in cutlass.range_constexpr(self.tp):
+                ptx.rearm_vector(address + source * pitch, sources & Uint32(1 << source))
+        else:
+            failed = Uint32(1)
+            if cause == abi.DEADLINE:
+                self.report(
+                    call, cause, role, abi.PAYLOAD_WAIT, Uint32(0), token, missing, generation,
+                    Uint32(0), Uint32(0), started,
+                )  # fmt: skip
+        return failed
+
+    @cute.jit
+    def check_headers(self, call, role: cutlass.Constexpr, slot, token, generation, failed):
+        """Wait for each peer's header, one per lane, compare it and re-arm it. Returns `failed`."""
+        if self.in_header_warp(call):
+            active = Uint32(0)
+            if self.carries_header(call) & (failed == 0):
+                active = Uint32(1)
+            address = slot + self.headers[role] + Int64(call.lane) * abi.HEADER_BYTES
+            expected = (call.call_hash, Uint32(call.tokens), generation, Uint32(0))
+            got = _registers(1, len(expected), Uint32)
+            for i in cutlass.range_constexpr(len(expected)):
+                got[0, i] = expected[i]
+            waiting = active
+            polls = Int32(0)
+            started = Int64(0)
+            cause = Uint32(0)
+            while waiting != 0:
+                w0, w1, w2, w3 = ptx.poll_vector(
+                    address, active, got[0, 0], got[0, 1], got[0, 2], got[0, 3]
+                )
+                got[0, 0], got[0, 1], got[0, 2], got[0, 3] = w0, w1, w2, w3
+                waiting = ptx.any_sentinel(w0, w1, w2, w3)
+                polls = polls + 1
+                if ((polls & (PATIENCE - 1)) == 0) & (waiting != 0):
+                    cause, started = self.lose_patience(call, started)
+                    if cause != 0:
+                        waiting = Uint32(0)
+            field, theirs, ours = Uint32(0), Uint32(0), Uint32(0)
+            if cause == 0:
+                for i in cutlass.range_constexpr(len(expected) - 1, -1, -1):
+                    if got[0, i] != expected[i]:
+                        cause = Uint32(abi.MISMATCH)
+                        field, theirs, ours = Uint32(i), got[0, i], expected[i]
+            if cause == 0:
+                ptx.rearm_vector(address, active)
+            else:
+                failed = Uint32(1)
+            late = ptx.ballot(Uint32(cause == abi.DEADLINE))
+            different = ptx.ballot(Uint32(cause == abi.MISMATCH))
+            if (late | different) != 0:
+                wait = abi.HEADER_WAIT
+                if cause == abi.MISMATCH:
+                    self.report(
+                        call, cause, role, wait, field, token, different, generation, theirs, ours,
+                        started,
+                    )  # fmt: skip
+                if (cause == abi.DEADLINE) & (different == 0):
+                    self.report(
+                        call, cause, role, wait, field, token, late, generation, theirs, ours, started
+                    )
+        return failed
+
+    @cute.jit
+    def lose_patience(self, call, started):
+        """After many failed polls: (why to give up or 0, time of the first call of this)."""
+        now = ptx.global_timer()
+        if started == 0:
+            started = now
+        cause = Uint32(0)
+        if now - started >= ptx.load_shared_long(call.control + Control.deadline_ns.offset):
+            cause = Uint32(abi.DEADLINE)
+        if ptx.load_shared_word(call.control + Control.broken.offset) != 0:
+            cause = Uint32(abi.TOLD)
+        return cause, started
+
+    @cute.jit
+    def meet(self, wave):
+        """Before the first exchange: all CTAs of the cluster run and have their mbarriers."""
+        if wave == 0:
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def exchange(self, call, value, failed, wave, last, receivers: cutlass.Constexpr):
+        """The sum of `value` over the warps of the cluster, in the same order everywhere.
+
+        `value` is equal in the lanes of a warp. If any thread of the cluster has failed the sum is
+        NaN and `failed` nonzero in all. Only the first `receivers` CTAs have a use for the result;
+        after the last token the others leave without waiting. Returns (sum, failed).
+        """
+        cluster, warps = self.geometry.cluster, self.geometry.warps
+        parity = wave & 1
+        barrier = call.barriers + parity * 8
+        sums = call.barriers + 16 + parity * self.geometry.partials_bytes
+        if ptx.any_lane(failed) != 0:
+            value = ptx.as_float(Uint32(POISON))
+        listening = Int32(cluster)
+        if cutlass.const_expr(receivers < cluster):
+            if last:
+                listening = Int32(receivers)
+        if call.tidx == 0:
+            if call.cta < listening:
+                ptx.barrier_expect(barrier, Int32(cluster * warps * 4))
+        if call.lane < listening:
+            ptx.send_float(
+                ptx.map_to_cta(sums + (call.cta * warps + call.warp) * 4, call.lane),
+                value,
+                ptx.map_to_cta(barrier, call.lane),
+            )
+        total = Float32(0.0)
+        if call.cta < listening:
+            ptx.barrier_wait(barrier, (wave >> 1) & 1)
+            parts = []
+            for i in cutlass.range_constexpr(0, cluster * warps // 4 * 4, 4):
+                parts += ptx.load_smem_floats(sums + i * 4)
+            for i in cutlass.range_constexpr(len(parts), cluster * warps):
+                parts.append(ptx.load_smem_float(sums + i * 4))
+            for part in parts:
+                total = total + part
+            if ptx.is_nan(total) != 0:  # seldom: a failure, or NaN in the rows
+                for part in parts:
+                    if ptx.as_word(part) == POISON:
+                        failed = Uint32(1)
+        return total, failed
+
+    @cute.jit
+    def advance(self, call, role: cutlass.Constexpr, token, generation, failed):
+        """After the exchange: the token has been served once more."""
+        if (call.owner == 0) & (failed == 0):
+            after = (generation + Uint32(1)) & Uint32(abi.GENERATION_MASK)
+            ptx.store_word(self.generation_address(call, role, token), after)
+
+    # ---- failure
+
+    @cute.jit
+    def report(
+        self, call, cause, role, wait, field, token, ranks, generation, got, expected, started
+    ):  # fmt: skip
+        """Claim the record; who has it writes it, fails this rank and tells the peers."""
+        if ptx.claim(call.control + Control.claimed.offset) == 0:
+            ptx.store_shared_word(
+                call.control + Control.broken.offset, cause | (Uint32(call.rank) << Uint32(8))
+            )
+            peer = Int32(0)
+            while peer < self.tp:
+                address = ptx.load_shared_long(
+                    call.control + Control.peer_broken.offset + Int64(peer) * 8
+                )
+                if (peer != call.rank) & (address != 0):
+                    ptx.store_shared_word(
+                        address, Uint32(abi.TOLD) | (Uint32(call.rank) << Uint32(8))
+                    )
+                peer = peer + 1
+            waited = Int64(0)
+            if started != 0:
+                waited = ptx.global_timer() - started
+            self.write_record(
+                call, cause, role, wait, field, token, ranks, generation, got, expected, waited
+            )
+
+    @cute.jit
+    def leave(self, call, role, failed):
+        """On the way out of a failed call: note it if a peer told us and nobody has noted it yet."""
+        if (call.owner == 0) & (failed != 0):
+            broken, closed = ptx.load_shared_pair(call.control + Control.broken.offset)
+            if (closed == 0) & ((broken & Uint32(0xFF)) == abi.TOLD):
+                if ptx.claim(call.control + Control.claimed.offset) == 0:
+                    self.write_record(
+                        call, Uint32(abi.TOLD), role, 0, 0, 0, Uint32(1) << (broken >> Uint32(8)),
+                        0, 0, 0, Int64(0),
+                    )  # fmt: skip
+
+    @cute.jit
+    def write_record(
+        self, call, cause, role, wait, field, token, ranks, generation, got, expected, waited
+    ):  # fmt: skip
+        record = ptx.load_shared_long(call.control + Control.record.offset)
+        for name, value in (
+            ("role", role),
+            ("wait", wait),
+            ("field", field),
+            ("token", token),
+            ("ranks", ranks),
+            ("generation", generation),
+            ("got", got),
+            ("expected", expected),
+            ("tokens", call.tokens),
+            ("channel", call.channel),
+            ("rank", call.rank),
+            ("call_hash", call.call_hash),
+            ("abi_version", abi.ABI_VERSION),
+        ):
+            ptx.store_shared_word(record + getattr(Record, name).offset, Uint32(value))
+        ptx.store_shared_long(record + Record.waited_ns.offset, waited)
+        ptx.release_shared_word(record + Record.code.offset, cause)
+
+
+class TailModule:
+    """All geometries of one variant, as one module: what the compiler is given.
+
+    Symbols are `SYMBOL_PREFIX`_0, _1, ... in the order of `geometry.entries`.
+    """
+
+    SYMBOL_PREFIX = "latent_tail"
+
+    def __init__(self, variant: KernelVariant, kernel: type[Tail] = Tail):
+        geometries = entries(variant.tp, variant.latent, variant.hidden)
+        self.tails = [kernel(variant, geometry) for geometry in geometries]
+        kernel.kernel.set_name_prefix(
+            self.SYMBOL_PREFIX, remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+
+    @cute.jit
+    def __call__(
+        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64, shared: Int64,
+        shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32, permuted_rows: Int32,
+        top_k: Int32, rank: Int32, roles: Int32, channel: Int32, call_hash: Uint32, eps: Float32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Makes the compiler emit the kernels; never called, the product launches the cubin."""
+        for tail in self.tails:
+            tail.kernel(
+                rows, weights, indices, gamma, latent, shared, shard, control, tokens, max_tokens,
+                permuted_rows, top_k, rank, roles, channel, call_hash, eps,
+            ).launch(
+                grid=(tokens, tail.geometry.cluster, 2),
+                block=(tail.geometry.threads, 1, 1),
+                cluster=(1, tail.geometry.cluster, 1),
+                smem=tail.geometry.smem_bytes,
+                stream=stream,
+            )  # fmt: skip

@@ -1,0 +1,116 @@
+"""How a call is laid over the GPU: clusters, threads and how many tokens at a time.
+
+One cluster serves one token of one role and then strides on. The row is spread over the
+`cluster * threads` threads of the cluster in 16-byte vectors; threads beyond the row idle, so any
+row fits any geometry. The protocol does not depend on it, but the order of the row sum does: all
+ranks use the same geometry for a call, which they do by choosing it from M alone.
+"""
+
+import dataclasses
+import math
+
+WARP = 32
+VECTOR_BYTES = 16
+VECTOR = 8  # bf16 elements in one vector
+MAX_CLUSTER = 8  # the portable limit
+MAX_THREADS = 512
+
+# From this M on, the GPU is full of clusters and one SM per row beats a row spread over four: the
+# exchange stays inside an SM (H200, M = 64: 4.1 us against 5.8 us).
+WIDE_FROM_TOKENS = 32
+
+# SMs left free for kernels that XLA may run beside ours on another stream (NCCL takes up to 32).
+RESERVED_SMS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """`cluster` CTAs of `threads` threads each serve one token of one role."""
+
+    cluster: int
+    threads: int
+
+    def __post_init__(self):
+        assert self.cluster in (1, 2, 4, 8) and self.threads % WARP == 0
+        assert WARP <= self.threads <= MAX_THREADS
+
+    @property
+    def warps(self) -> int:
+        """Warps of one CTA."""
+        return self.threads // WARP
+
+    @property
+    def lanes(self) -> int:
+        """Threads of one cluster."""
+        return self.cluster * self.threads
+
+    @property
+    def partials_bytes(self) -> int:
+        """Shared memory for one word from each warp of the cluster, in whole vectors."""
+        return -(-self.cluster * self.warps * 4 // VECTOR_BYTES) * VECTOR_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA: two mbarriers, two rows of partial sums."""
+        return 16 + 2 * self.partials_bytes
+
+
+def _fit(vectors: int, cluster: int) -> Geometry:
+    """The fewest threads that give each vector its own and leave a warp for the header."""
+    threads = math.ceil((vectors + WARP) / cluster / WARP) * WARP
+    return Geometry(cluster, min(max(threads, 2 * WARP), MAX_THREADS))
+
+
+def entries(tp: int, latent: int, hidden: int) -> tuple[Geometry, ...]:
+    """The geometries that one cubin is compiled for, for few tokens first.
+
+    Args:
+      tp, latent, hidden: sizes of the contract; latent or hidden 0 where that half is absent.
+    """
+    # Two vectors a thread are fine for the scatter, which only copies.
+    vectors = max(latent // VECTOR, hidden // VECTOR // 2, hidden // tp // VECTOR)
+    # Few tokens: spread the row over SMs until a thread has one vector.
+    cluster = 1
+    while cluster < MAX_CLUSTER and vectors + WARP > cluster * 128:
+        cluster *= 2
+    few = _fit(vectors, cluster)
+    # Many tokens: as few SMs a row as hold it.
+    cluster = 1
+    while cluster < MAX_CLUSTER and vectors + WARP > cluster * MAX_THREADS:
+        cluster *= 2
+    many = _fit(vectors, cluster)
+    return (few,) if few == many else (few, many)
+
+
+def choose(geometries: tuple[Geometry, ...], tokens: int) -> int:
+    """Index into `entries(...)` for a call of `tokens` tokens."""
+    return len(geometries) - 1 if tokens >= WIDE_FROM_TOKENS else 0
+
+
+def token_ctas(
+    tokens: int,
+    *,
+    roles: int,
+    active_clusters: int,
+    sm_count: int,
+    channels: int = 1,
+    ranks_on_device: int = 1,
+    reserved_sms: int = RESERVED_SMS,
+) -> int:
+    """gridDim.x of a call: clusters per role, such that all that wait for each other are resident.
+
+    Args:
+      tokens: M.
+      roles: 1 or 2 halves in the launch.
+      active_clusters: what the driver says fits at once (cuOccupancyMaxActiveClusters) for this
+        kernel, geometry and an empty GPU.
+      sm_count: SMs of the device.
+      channels: calls that may run at the same time on this device.
+      ranks_on_device: ranks that share the device (tests); 1 in production.
+      reserved_sms: SMs to leave to other kernels.
+
+    Returns:
+      A number in 1..tokens. Tokens beyond it are served in further waves.
+    """
+    usable = active_clusters * max(sm_count - reserved_sms, 1) // sm_count
+    return max(1, min(tokens, usable // (roles * channels * ranks_on_device)))

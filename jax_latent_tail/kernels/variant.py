@@ -1,0 +1,133 @@
+"""What is fixed when a kernel is compiled."""
+
+import dataclasses
+import re
+
+from jax_latent_tail.errors import ArgumentValueError
+from jax_latent_tail.kernels import abi
+from jax_latent_tail.spec import TailSpec
+
+ANY_TOP_K = -1
+# K that have their own class, with wide loads of a token's indices and weights.
+WIDE_TOP_K = (8, 16)
+TOP_K_CLASSES = (0, *WIDE_TOP_K, ANY_TOP_K)
+
+UNICAST, MULTICAST = "unicast", "multicast"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelVariant:
+    """One cubin. Role, rank, M, P, eps, deadline, channel and grid are run-time.
+
+    Attributes:
+      arch: what the compiler calls the target, e.g. "sm_90", "sm_100f".
+      tp: ranks in the group, 1..16.
+      latent: L, a multiple of 8; 0 compiles no routed half.
+      hidden: H, a multiple of 8 * tp; 0 compiles no shared half.
+      top_k: the class of K: 0 for finalized rows, 8, 16, or ANY_TOP_K for a run-time K.
+      fp32_internal: see `TailSpec`.
+      publish: how routed rows reach the peers, UNICAST (one store a peer) or MULTICAST (one
+        multimem.st). The reduce-scatter half sends different data to each peer, always unicast.
+      trigger: let a PDL-aware successor start once this call's rows are published. Never for ranks
+        that share a GPU: the successor's CTAs hold the SMs that a peer needs.
+    """
+
+    arch: str
+    tp: int
+    latent: int
+    hidden: int
+    top_k: int = 0
+    fp32_internal: bool = False
+    publish: str = UNICAST
+    trigger: bool = False
+
+    def __post_init__(self):
+        def need(ok: bool, argument: str, allowed: str):
+            if not ok:
+                raise ArgumentValueError(argument, getattr(self, argument), allowed)
+
+        match = re.fullmatch(r"sm_(\d+)[af]?", self.arch)
+        need(bool(match) and int(match[1]) >= 90, "arch", "sm_90 or later, e.g. 'sm_90', 'sm_100f'")
+        need(1 <= self.tp <= abi.MAX_RANKS, "tp", f"1..{abi.MAX_RANKS}")
+        need(self.latent >= 0 and self.latent % 8 == 0, "latent", "a multiple of 8, or 0")
+        need(
+            self.hidden >= 0 and self.hidden % (8 * self.tp) == 0,
+            "hidden",
+            f"a multiple of 8 * tp = {8 * self.tp}, or 0",
+        )
+        need(self.latent > 0 or self.hidden > 0, "latent", "positive, when hidden is 0")
+        need(self.top_k in TOP_K_CLASSES, "top_k", f"one of the classes {TOP_K_CLASSES}")
+        need(self.top_k == 0 or self.latent > 0, "top_k", "0, when latent is 0")
+        need(self.publish in (UNICAST, MULTICAST), "publish", f"{UNICAST!r} or {MULTICAST!r}")
+
+    @classmethod
+    def of(cls, spec: TailSpec, arch: str, publish: str = UNICAST) -> "KernelVariant":
+        """The variant that serves a call of `spec`."""
+        top_k = spec.top_k or 0
+        return cls(
+            arch=arch,
+            tp=spec.tp,
+            latent=spec.latent_dim or 0,
+            hidden=spec.hidden_dim or 0,
+            top_k=top_k if top_k in TOP_K_CLASSES else ANY_TOP_K,
+            fp32_internal=spec.fp32_internal,
+            publish=publish,
+        )
+
+    @property
+    def shard(self) -> int:
+        """S, columns of the shared output that one rank keeps."""
+        return self.hidden // self.tp
+
+    @property
+    def key(self) -> str:
+        """A name for files and logs, one to one with the variant."""
+        k = "any" if self.top_k == ANY_TOP_K else self.top_k
+        parts = [self.arch, f"tp{self.tp}", f"l{self.latent}", f"h{self.hidden}", f"k{k}"]
+        parts += ["fp32" if self.fp32_internal else "bf16", self.publish]
+        return "-".join(parts + ["trigger"] * self.trigger)
+
+    @classmethod
+    def parse(cls, key: str) -> "KernelVariant":
+        """The variant whose `key` this is."""
+        match = re.fullmatch(
+            r"(sm_\d+[af]?)-tp(\d+)-l(\d+)-h(\d+)-k(\d+|any)-(fp32|bf16)-(unicast|multicast)(-trigger)?",
+            key,
+        )
+        if not match:
+            raise ArgumentValueError(
+                "spec", repr(key), "a key like 'sm_90-tp8-l3584-h7168-k0-bf16-unicast'"
+            )
+        arch, tp, latent, hidden, top_k, rounding, publish, trigger = match.groups()
+        return cls(
+            arch=arch,
+            tp=int(tp),
+            latent=int(latent),
+            hidden=int(hidden),
+            top_k=ANY_TOP_K if top_k == "any" else int(top_k),
+            fp32_internal=rounding == "fp32",
+            publish=publish,
+            trigger=bool(trigger),
+        )
+
+
+def arch_for(major: int, minor: int) -> str:
+    """The arch of the default matrix that runs on a device of this compute capability."""
+    served = {9: "sm_90", 10: "sm_100f", 12: "sm_120"}
+    if major not in served:
+        raise ArgumentValueError(
+            "device", f"of compute capability {major}.{minor}", "9.x, 10.x or 12.x"
+        )
+    return served[major]
+
+
+def default_matrix() -> list[KernelVariant]:
+    """What the release carries: Kimi K3's sizes for every supported arch."""
+    return [
+        KernelVariant(arch, tp, 3584, 7168, top_k, fp32_internal, publish)
+        for arch in ("sm_90", "sm_100f", "sm_120")
+        for tp in (2, 4, 8, 16)
+        for top_k in (0, *WIDE_TOP_K)
+        for fp32_internal in (False, True)
+        for publish in (UNICAST, MULTICAST)
+    ]
