@@ -154,7 +154,7 @@ def _call(
     for name, operand in zip(Operands._fields, operands, strict=True):
         _check_varying(name, operand, axis_name)
     operands = primitive.unify_varying(axis_name, operands)
-    return _differentiable(spec, axis_name, *operands.present())
+    return _jitted(spec, axis_name, *operands.present())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -180,6 +180,10 @@ def _backward(
 
 
 _differentiable.defvjp(_forward, _backward)
+
+# Eager shard_map hashes the parameters of what it evaluates, which fails for a custom_vjp under
+# forward mode before JAX's own, clear refusal of that: as one jitted call it gets there.
+_jitted = jax.jit(_differentiable, static_argnums=(0, 1), inline=True)
 
 
 def _check_axis_name(axis_name: Any) -> AxisName:
