@@ -633,8 +633,7 @@ class Tail:
         parity = wave & 1
         barrier = call.barriers + parity * 8
         sums = call.barriers + 16 + parity * self.geometry.partials_bytes
-        if ptx.any_lane(failed) != 0:
-            value = ptx.as_float(Uint32(POISON))
+        value = self.poisoned_if(value, failed)
         listening = Int32(cluster)
         if cutlass.const_expr(receivers < cluster):
             if last:
@@ -658,11 +657,24 @@ class Tail:
                 parts.append(ptx.load_smem_float(sums + i * 4))
             for part in parts:
                 total = total + part
-            if ptx.is_nan(total) != 0:  # seldom: a failure, or NaN in the rows
-                for part in parts:
-                    if ptx.as_word(part) == POISON:
-                        failed = Uint32(1)
+            failed = self.find_poison(total, parts, failed)
         return total, failed
+
+    @cute.jit
+    def poisoned_if(self, value, failed):
+        """`value`, or POISON if any thread of the warp has failed."""
+        if ptx.any_lane(failed) != 0:
+            value = ptx.as_float(Uint32(POISON))
+        return value
+
+    @cute.jit
+    def find_poison(self, total, parts, failed):
+        """`failed`, or nonzero if a part is POISON."""
+        if ptx.is_nan(total) != 0:  # seldom: a failure, or NaN in the rows
+            for part in parts:
+                if ptx.as_word(part) == POISON:
+                    failed = Uint32(1)
+        return failed
 
     @cute.jit
     def advance(self, call, role: cutlass.Constexpr, token, generation, failed):

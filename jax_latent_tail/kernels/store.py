@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tempfile
 
-import platformdirs
-
 from jax_latent_tail.errors import UnavailableError
 from jax_latent_tail.kernels import abi, cubin
 from jax_latent_tail.kernels.variant import KernelVariant
@@ -89,7 +87,11 @@ def package_folder() -> pathlib.Path:
 
 def cache_folder() -> pathlib.Path:
     """Where this user's cubins of these sources are kept."""
-    root = os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("jax_latent_tail")
+    root = os.environ.get(CACHE_VARIABLE)
+    if not root:
+        import platformdirs  # only where the cache is used at all
+
+        root = platformdirs.user_cache_dir("jax_latent_tail")
     return pathlib.Path(root) / f"cubins-{source_hash()[:16]}"
 
 
@@ -167,6 +169,15 @@ def _refusal(entry: dict, data: bytes) -> str | None:
     return None
 
 
+def load(variant: KernelVariant, entry: dict, path: pathlib.Path) -> Cubin:
+    """One named cubin; raises an UnavailableError if it is refused."""
+    refused = []
+    found = _load(variant, entry, path, refused)
+    if not found:
+        raise UnavailableError(f"refused the kernel {refused[-1]}")
+    return found
+
+
 def _load(variant, entry, path, refused) -> Cubin | None:
     if entry is None:
         refused.append(f"{path.parent}: not there")
@@ -242,11 +253,7 @@ def _compile(variant: KernelVariant, folder: pathlib.Path) -> Cubin:
         name = f"{variant.key}.cubin"
         write_atomically(folder / name, (made / name).read_bytes())
         write_atomically(folder / f"{variant.key}.json", json.dumps(entry, indent=1).encode())
-    refused = []
-    found = _load(variant, entry, folder / name, refused)
-    if not found:
-        raise UnavailableError(f"the kernel {variant.key} was compiled but refused: {refused[-1]}")
-    return found
+    return load(variant, entry, folder / name)
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:

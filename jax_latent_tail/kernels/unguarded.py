@@ -1,0 +1,51 @@
+"""The kernel without what guards it, to measure what the guards cost. Never part of a release.
+
+Same publish, wait, sum and norm; no status, header, deadline, poison or report.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint32
+
+from jax_latent_tail.kernels import ptx
+from jax_latent_tail.kernels.abi import Control
+from jax_latent_tail.kernels.collective import Tail
+
+
+class Unguarded(Tail):
+    """See `Tail`; only the steps of failure and disagreement are overridden, by nothing."""
+
+    @cute.jit
+    def enter(self, call, role, token):
+        generation = ptx.load_shared_word(self.generation_address(call, role, token))
+        workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
+        return Uint32(0), workspace, generation, Int64(0)
+
+    @cute.jit
+    def publish_header(self, call, role, target, generation, failed):
+        pass
+
+    @cute.jit
+    def check_headers(self, call, role, slot, token, generation, failed):
+        return failed
+
+    @cute.jit
+    def lose_patience(self, call, started):
+        return Uint32(0), started
+
+    @cute.jit
+    def poisoned_if(self, value, failed):
+        return value
+
+    @cute.jit
+    def find_poison(self, total, parts, failed):
+        return failed
+
+    @cute.jit
+    def report(
+        self, call, cause, role, wait, field, token, ranks, generation, got, expected, started
+    ):  # fmt: skip
+        pass
+
+    @cute.jit
+    def leave(self, call, role, failed):
+        pass

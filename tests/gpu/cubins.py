@@ -1,0 +1,26 @@
+"""Compile, without a GPU, every cubin that the GPU tests load: python tests/gpu/cubins.py DIR"""
+
+import pathlib
+import sys
+
+from jax_latent_tail.kernels import export
+from jax_latent_tail.kernels.variant import ANY_TOP_K, KernelVariant
+
+SIZES = [(1, 3584, 7168), (3, 8, 24), (3, 1536, 6144), (6, 2048, 5040), (5, 4104, 40)]
+SIZES += [(2, 8192, 16384), (4, 3584, 0), (4, 0, 7168)]
+
+
+def variants(arch: str) -> list[KernelVariant]:
+    k3 = (3584, 7168)
+    found = [KernelVariant(arch, tp, *k3, 0, f) for tp in (2, 4, 8) for f in (False, True)]
+    found += [KernelVariant(arch, *sizes) for sizes in SIZES]
+    classes = [(8, 16), (4, 8), (2, 16), (2, 8), (8, ANY_TOP_K), (2, ANY_TOP_K)]
+    found += [KernelVariant(arch, tp, *k3, top_k) for tp, top_k in classes]
+    found.append(KernelVariant(arch, 4, *k3, 8, True))
+    found.append(KernelVariant(arch, 2, *k3, trigger=True))
+    return found
+
+
+if __name__ == "__main__":
+    arch = sys.argv[2] if len(sys.argv) > 2 else "sm_90"
+    export.export(pathlib.Path(sys.argv[1]), variants(arch), jobs=2)

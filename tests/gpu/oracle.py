@@ -1,0 +1,154 @@
+"""The contract in NumPy, on bf16 as uint16 words, and inputs that try it.
+
+All arithmetic is float32 in the order that the contract fixes; NaN results are 0x7fff, as the
+GPU's conversion gives them.
+"""
+
+import dataclasses
+
+import numpy as np
+
+NAN = np.uint16(0x7FFF)
+
+
+def to_float(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest even."""
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), NAN, rounded).astype(np.uint16)
+
+
+def ordered_sum(parts: np.ndarray) -> np.ndarray:
+    """Over the leading axis, ascending, in float32 from +0."""
+    total = np.zeros(parts.shape[1:], np.float32)
+    with np.errstate(all="ignore"):
+        for part in parts:
+            total = total + to_float(part)
+    return total
+
+
+def finalize(permuted: np.ndarray, weights: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """[P, L], [M, K], [M, K] -> [M, L]"""
+    total = np.zeros((len(indices), permuted.shape[1]), np.float32)
+    with np.errstate(all="ignore"):
+        for slot in range(indices.shape[1]):
+            index = indices[:, slot]
+            for token in np.flatnonzero(index >= 0):
+                row = to_float(permuted[index[token]])
+                total[token] = total[token] + to_float(weights[token, slot]) * row
+    return to_bf16(total)
+
+
+def all_reduce_norm(rows: np.ndarray, gamma: np.ndarray, eps: float, fp32_internal: bool):
+    """[tp, M, L], [L] -> [M, L], the rows' sum in float64: within 1 ulp of any order."""
+    with np.errstate(all="ignore"):
+        total = ordered_sum(rows)
+        if fp32_internal:
+            x, squares = total, total * total
+        else:
+            x = to_float(to_bf16(total))
+            squares = to_float(to_bf16(x * x))
+        mean = squares.astype(np.float64).sum(-1, keepdims=True) / total.shape[-1]
+        inverse = (1.0 / np.sqrt(mean + np.float64(np.float32(eps)))).astype(np.float32)
+        return to_bf16(x * inverse * to_float(gamma))
+
+
+def reduce_scatter(shared: np.ndarray, rank: int) -> np.ndarray:
+    """[tp, M, H] -> [M, S]"""
+    width = shared.shape[-1] // len(shared)
+    return to_bf16(ordered_sum(shared[:, :, rank * width : (rank + 1) * width]))
+
+
+def _ordinal(bits: np.ndarray) -> np.ndarray:
+    """Neighbouring bf16 numbers have neighbouring ordinals."""
+    magnitude = (bits & 0x7FFF).astype(np.int32)
+    return np.where(bits & 0x8000, -magnitude, magnitude)
+
+
+def ulps(got: np.ndarray, want: np.ndarray) -> int:
+    """Greatest distance in units of the last place; NaN only equals NaN."""
+    nan = ((got & 0x7FFF) > 0x7F80, (want & 0x7FFF) > 0x7F80)
+    if (nan[0] != nan[1]).any():
+        return 1 << 16
+    distance = np.abs(_ordinal(got) - _ordinal(want))
+    return int(np.where(nan[0], 0, distance).max(initial=0))
+
+
+# ---- inputs
+
+CLASSES = ("normal", "spread", "minus zero", "subnormal", "special")
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """bf16 words of one class of bit patterns."""
+    values = to_bf16(rng.standard_normal(shape, dtype=np.float32))
+    pick = rng.random(shape, dtype=np.float32)
+    if kind == "normal":  # with some of each zero
+        values = np.where(pick < 1 / 16, np.uint16(0x8000), values)
+        return np.where(pick > 31 / 32, np.uint16(0), values)
+    if kind == "spread":  # magnitudes apart by up to 2^24: the order of a sum shows
+        return to_bf16(to_float(values) * np.exp2(rng.integers(-12, 13, shape)).astype(np.float32))
+    if kind == "minus zero":  # every combination of zeros in the two halves of a word
+        return np.where(pick < 0.6, np.uint16(0x8000), np.uint16(0))
+    if kind == "subnormal":  # each of 0x8001..0x807f and 0x0001..0x007f, in both halves
+        pattern = rng.integers(1, 0x80, shape, dtype=np.uint16)
+        values = np.where(pick < 0.5, pattern | np.uint16(0x8000), pattern)
+        return np.where(pick > 0.9, np.uint16(0x8000), values)
+    if kind == "special":  # NaN of several patterns and infinities, in some rows only
+        odd = np.array([0x7FC0, 0xFFFF, 0x7F81, 0xFF80, 0x7F80], np.uint16)
+        rows = rng.random(shape[:-1] + (1,)) < 0.3
+        where = rows & (pick < 0.002)
+        return np.where(where, odd[rng.integers(0, len(odd), shape)], values)
+    raise ValueError(kind)
+
+
+@dataclasses.dataclass
+class Data:
+    """Inputs of all ranks for `tokens` tokens, and what the contract makes of them.
+
+    Rows are independent: a call of fewer tokens takes a window.
+    """
+
+    gamma: np.ndarray  # [L]
+    rows: np.ndarray  # [tp, M, L], or permuted [tp, P, L]
+    weights: np.ndarray | None  # [tp, M, K]
+    indices: np.ndarray | None
+    shared: np.ndarray  # [tp, M, H]
+    latent: np.ndarray  # [M, L]
+    shard: np.ndarray  # [tp, M, S]
+
+
+def make(
+    seed: int, kind: str, tp: int, tokens: int, latent: int, hidden: int, top_k: int = 0,
+    fp32_internal: bool = False, eps: float = 1e-6,
+) -> Data:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    gamma = draw(rng, (latent,), "normal")
+    shared = draw(rng, (tp, tokens, hidden), kind)
+    weights = indices = None
+    if top_k:
+        rows_there = tokens * top_k // 2 + 3
+        rows = draw(rng, (tp, rows_there, latent), kind)
+        weights = draw(rng, (tp, tokens, top_k), "normal")
+        indices = rng.integers(0, rows_there - 1, (tp, tokens, top_k), dtype=np.int32)
+        skip = rng.random(indices.shape) < 0.2
+        indices = np.where(skip, rng.integers(-3, 0, indices.shape, dtype=np.int32), indices)
+        # What is skipped must not leak: NaN weights there, and a row of NaN that nobody names.
+        weights = np.where(skip, np.uint16(0x7FC0), weights)
+        rows[:, -1] = 0x7FC0
+        contributions = np.stack([finalize(*of) for of in zip(rows, weights, indices)])
+    else:
+        rows = contributions = draw(rng, (tp, tokens, latent), kind)
+    return Data(
+        gamma=gamma,
+        rows=rows,
+        weights=weights,
+        indices=indices,
+        shared=shared,
+        latent=all_reduce_norm(contributions, gamma, eps, fp32_internal),
+        shard=np.stack([reduce_scatter(shared, rank) for rank in range(tp)]),
+    )

@@ -1,0 +1,96 @@
+"""One rank with scripted peers, for compute-sanitizer, which lets only one kernel run at a time.
+
+The host plays the peers: it puts their words and headers where they would arrive, then launches the
+one rank, whose own words go to stand-ins for the peers' workspaces. No pytest: run.sh starts it as
+compute-sanitizer --tool T python sanitize.py.
+"""
+
+import numpy as np
+import oracle
+
+from jax_latent_tail.kernels import abi, harness, store
+from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+
+MAX_TOKENS = 4
+
+
+def slots(rank):
+    """The workspace as [buffer, token, byte]."""
+    return rank.read_workspace().view(np.uint8).reshape(abi.BUFFERS, rank.max_tokens, -1)
+
+
+def without_sentinel(words):
+    words = np.ascontiguousarray(words).view(np.uint32)
+    return np.where(words == abi.SENTINEL, 0, words).astype(np.uint32).view(np.uint8)
+
+
+def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
+    variant = KernelVariant(
+        arch_for(*device.capability), tp, latent, hidden, top_k if top_k in (0, 8, 16) else -1,
+        fp32_internal,
+    )  # fmt: skip
+    loaded = harness.Loaded(store.find(variant))
+    ranks = harness.connected(device, loaded, max_tokens=MAX_TOKENS)
+    me = ranks[rank]
+    data = oracle.make(3, "spread", tp, MAX_TOKENS, latent, hidden, top_k, fp32_internal)
+    contributions = data.rows
+    if top_k:
+        contributions = np.stack(
+            [oracle.finalize(*of) for of in zip(data.rows, data.weights, data.indices)]
+        )
+    shared_at, routed_headers, shared_headers, _ = abi.slot_offsets(tp, latent, hidden)
+    width = variant.shard
+    inputs = {
+        "rows": data.rows[rank],
+        "shared": data.shared[rank],
+        "gamma": data.gamma,
+        "weights": data.weights[rank] if top_k else None,
+        "indices": data.indices[rank] if top_k else None,
+    }
+    buffers = {name: harness.Buffer.of(array) for name, array in inputs.items() if array is not None}
+    outputs = [harness.Buffer(2 * MAX_TOKENS * width_) for width_ in (latent, width)]
+    for call_number in range(3):
+        words = slots(me)
+        assert (words.reshape(-1).view(np.uint32) == abi.SENTINEL).all()
+        arguments = harness.Call(
+            tokens=MAX_TOKENS,
+            latent=outputs[0].address,
+            shard=outputs[1].address,
+            top_k=top_k,
+            permuted_rows=data.rows.shape[1] if top_k else 0,
+            token_ctas=token_ctas,
+            kernel=call_number % len(loaded.geometries),
+            call_hash=77,
+            **{name: buffer.address for name, buffer in buffers.items()},
+        )
+        header = np.array([77, MAX_TOKENS, call_number, 0], np.uint32).view(np.uint8)
+        for token in range(MAX_TOKENS):
+            slot = words[call_number & 1, token]
+            for peer in range(tp):
+                if peer == rank:
+                    continue
+                row = without_sentinel(contributions[peer, token])
+                slot[peer * latent * 2 :][: latent * 2] = row
+                mine = data.shared[peer, token, rank * width : (rank + 1) * width]
+                slot[shared_at + peer * width * 2 :][: width * 2] = without_sentinel(mine)
+                for headers in (routed_headers, shared_headers):
+                    slot[headers + peer * 16 :][:16] = header
+        harness.write_workspace(me, words)
+        me.launch(loaded, arguments)
+        got = [
+            buffer.read(np.uint16, (MAX_TOKENS, columns))
+            for buffer, columns in zip(outputs, (latent, width))
+        ]
+        assert me.record.describe() == "", me.record.describe()
+        assert oracle.ulps(got[0], data.latent) <= 1
+        np.testing.assert_array_equal(got[1], data.shard[rank])
+    print(f"{variant.key}: rank {rank} of {tp}, {len(loaded.geometries)} geometries: right", flush=True)
+
+
+if __name__ == "__main__":
+    here = harness.Device()
+    run(here, 2, 1, 3584, 7168, 0, False, None)
+    run(here, 4, 0, 3584, 7168, 8, True, 2)
+    run(here, 8, 7, 3584, 7168, 16, False, 1)
+    run(here, 8, 3, 3584, 7168, 5, False, None)
+    run(here, 3, 1, 8, 24, 0, False, None)

@@ -1,0 +1,105 @@
+"""Ranks as processes under MPS, and by time slices, each checking its own outputs."""
+
+import hashlib
+import time
+
+import numpy as np
+import oracle
+import pytest
+import traffic
+
+from jax_latent_tail.kernels import abi, harness, processes, store
+from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+
+MAX_TOKENS = 128
+KINDS = ("normal", "spread", "special")
+BATCH = 8
+
+
+def worker(peers, top_k, fp32_internal, calls):
+    """Random calls of one rank; returns a hash of all its latent outputs."""
+    device = harness.Device()
+    tp = peers.count
+    variant = KernelVariant(arch_for(*device.capability), tp, 3584, 7168, top_k, fp32_internal)
+    loaded = harness.Loaded(store.find(variant))
+    sets = [
+        oracle.make(seed, kind, tp, MAX_TOKENS, 3584, 7168, top_k, fp32_internal)
+        for seed, kind in enumerate(KINDS)
+    ]
+    rank = harness.Rank(device, loaded, peers.rank, max_tokens=MAX_TOKENS, deadline_s=20.0)
+    harness.map_peers(rank, peers.exchange(harness.share(rank)))
+    peers.meet()  # all buffers are armed before anyone may call
+    player = traffic.Player(rank, loaded, sets, BATCH, top_k)
+    digest = hashlib.sha256()
+    rng = np.random.default_rng(peers.rank)
+    steps = traffic.plan(tp, calls, len(sets), MAX_TOKENS, (None, 1, 8, 32))
+    peers.meet()
+    for start in range(0, calls, BATCH):
+        batch = steps[start : start + BATCH]
+        player.poison()
+        for output, step in enumerate(batch):
+            if rng.random() < 0.02:
+                time.sleep(0.001)
+            player.launch(step, output)
+        for output, step in enumerate(batch):
+            digest.update(player.check(step, output).tobytes())
+    rank.synchronize()
+    peers.meet()
+    traffic.idle(rank)
+    peers.meet()
+    harness.unmap_peers(rank)
+    peers.meet()
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with processes.mps() as environment:
+        yield environment
+
+
+@pytest.mark.parametrize(
+    "tp, top_k, fp32_internal, calls",
+    [(2, 0, False, 1000), (4, 0, False, 1000), (8, 0, False, 1000), (4, 8, True, 200)],
+)
+def test_random_calls(daemon, tp, top_k, fp32_internal, calls):
+    hashes = processes.run(tp, worker, top_k, fp32_internal, calls, environment=daemon)
+    assert len(set(hashes)) == 1, "ranks differ in their latent output"
+
+
+def dying(peers):
+    """Rank 1 never calls; rank 0 finds out, in another process."""
+    device = harness.Device()
+    variant = KernelVariant(arch_for(*device.capability), peers.count, 3584, 7168)
+    loaded = harness.Loaded(store.find(variant))
+    sets = [oracle.make(0, "normal", peers.count, 4, 3584, 7168)]
+    rank = harness.Rank(device, loaded, peers.rank, max_tokens=4, deadline_s=0.1)
+    harness.map_peers(rank, peers.exchange(harness.share(rank)))
+    peers.meet()
+    player = traffic.Player(rank, loaded, sets, 1)
+    step = traffic.Step(0, 0, 4, abi.BOTH_MASK, None)
+    if peers.rank == 0:
+        player.launch(step, 0)
+        rank.synchronize()
+    peers.meet()
+    if peers.rank == 1:  # told by the peer through its mapping
+        player.launch(step, 0)
+        rank.synchronize()
+    outputs = player.results(step, 0)
+    described = rank.record.describe()
+    peers.meet()
+    rank.clear()
+    peers.meet()
+    player.launch(step, 0)
+    player.check(step, 0)
+    peers.meet()
+    harness.unmap_peers(rank)
+    peers.meet()
+    return all((out == oracle.NAN).all() for out in outputs), described
+
+
+def test_a_missing_process(daemon):
+    (nan0, record0), (nan1, record1) = processes.run(2, dying, environment=daemon)
+    assert nan0 and nan1
+    assert "from ranks [1]" in record0
+    assert "ranks [0] failed and told this one" in record1

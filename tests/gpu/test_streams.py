@@ -1,0 +1,255 @@
+"""Ranks as streams of one process: values, waves, delays, finalize, single roles, graphs, PDL."""
+
+import time
+
+import numpy as np
+import oracle
+import pytest
+import traffic
+
+from jax_latent_tail.kernels import abi, geometry, harness
+
+MAX_TOKENS = 128
+BATCH = 8  # calls in flight before their outputs are looked at
+
+
+def players(device, loaded, sets, top_k=0, ring=BATCH, **options):
+    ranks = harness.connected(device, loaded, max_tokens=MAX_TOKENS, **options)
+    return [traffic.Player(rank, loaded, sets, ring, top_k) for rank in ranks]
+
+
+def play(group, steps, order=None):
+    """Run all steps in batches, checking each; rank order of the launches may change by step."""
+    rng = np.random.default_rng(0)
+    for start in range(0, len(steps), BATCH):
+        batch = steps[start : start + BATCH]
+        for player in group:
+            player.poison()
+        for output, step in enumerate(batch):
+            for player in rng.permutation(group) if order is None else order:
+                player.launch(step, output)
+        for output, step in enumerate(batch):
+            latents = [player.check(step, output) for player in group]
+            for latent in latents[1:]:
+                if latent is not None:
+                    np.testing.assert_array_equal(latent, latents[0])
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def sets_of(tp, variant, top_k=0, kinds=oracle.CLASSES):
+    return [
+        oracle.make(
+            seed, kind, tp, MAX_TOKENS, variant.latent, variant.hidden, top_k, variant.fp32_internal
+        )
+        for seed, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("fp32_internal", [False, True], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_random_calls(device, load, tp, fp32_internal):
+    loaded = load(tp, fp32_internal=fp32_internal)
+    group = players(device, loaded, sets_of(tp, loaded.variant))
+    calls = 1000 if not fp32_internal else 200
+    roles = (abi.BOTH_MASK,) * 4 + (abi.ROUTED_MASK, abi.SHARED_MASK)
+    waves = (None, 1, 8, 32)
+    play(group, traffic.plan(tp, calls, len(oracle.CLASSES), MAX_TOKENS, waves, roles))
+
+
+@pytest.mark.parametrize("tp, top_k", [(8, 16), (4, 8), (2, 16), (8, 5)])
+def test_finalize(device, load, tp, top_k):
+    loaded = load(tp, top_k=top_k if top_k in (8, 16) else -1)
+    group = players(device, loaded, sets_of(tp, loaded.variant, top_k, ("normal", "spread")), top_k)
+    play(group, traffic.plan(7, 160, 2, MAX_TOKENS))
+
+
+@pytest.mark.parametrize("top_k", [8, 5])
+def test_finalize_reads_no_row_that_is_not_there(device, load, top_k):
+    """P = 0 with all indices negative, and an index >= P: NaN in that row alone, no access."""
+    loaded = load(2, top_k=8 if top_k == 8 else -1)
+    data = oracle.make(1, "normal", 2, 4, 3584, 7168, top_k)
+    indices = np.full((2, 4, top_k), -1, np.int32)
+    indices[1, 2, 3] = 1_000_000_000
+    data.rows, data.indices = data.rows[:, :0], indices
+    group = players(device, loaded, [data], top_k)
+    step = traffic.Step(0, 0, 4, abi.BOTH_MASK, None)
+    for player in group:
+        player.launch(step, 0)
+    for player in group:
+        latent, shard = player.results(step, 0)
+        np.testing.assert_array_equal(shard, data.shard[player.rank.rank])
+        assert (latent[2] == oracle.NAN).all()
+        assert (latent[[0, 1, 3]] == 0).all()
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize(
+    "tp, latent, hidden",
+    [(1, 3584, 7168), (3, 8, 24), (3, 1536, 6144), (6, 2048, 5040), (5, 4104, 40), (2, 8192, 16384)],
+)
+def test_other_sizes(device, load, tp, latent, hidden):
+    loaded = load(tp, latent, hidden)
+    group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("normal", "spread")))
+    play(group, traffic.plan(3, 64, 2, 33 if latent > 4104 else MAX_TOKENS, (None, 2)))
+
+
+@pytest.mark.parametrize("latent, hidden", [(3584, 0), (0, 7168)])
+def test_one_half_alone(device, load, latent, hidden):
+    loaded = load(4, latent, hidden)
+    role = abi.ROUTED_MASK if latent else abi.SHARED_MASK
+    group = players(device, loaded, sets_of(4, loaded.variant, kinds=("normal",)))
+    play(group, traffic.plan(3, 32, 1, MAX_TOKENS, (None, 2), (role,)))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_late_rank_before_every_other_call(device, load, tp):
+    """Ranks a call ahead of a slow one fill only the other buffer."""
+    loaded = load(tp)
+    group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("normal",)), ring=1)
+    steps = traffic.plan(11, 300, 1, 16)
+    for turn, step in enumerate(steps):
+        late = turn % tp
+        for player in group:
+            if player.rank.rank != late:
+                player.launch(step, 0)
+        if turn % 2:
+            time.sleep(0.001)
+        group[late].launch(step, 0)
+        if turn % 10 == 9:
+            for player in group:
+                player.check(step, 0)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_two_channels_at_once(device, load):
+    """Calls of two channels on two streams share nothing but the control block."""
+    loaded = load(2)
+    data = sets_of(2, loaded.variant, kinds=("normal",))
+    ranks = harness.connected(device, loaded, max_tokens=16, channels=2, ranks_on_device=4)
+    group = [traffic.Player(rank, loaded, data, 2) for rank in ranks]
+    streams = [(player.rank.stream, harness.new_stream()) for player in group]
+    for turn in range(200):
+        step = traffic.Step(0, turn % 64, 1 + turn % 16, abi.BOTH_MASK, None)
+        for channel in (0, 1):
+            for player, pair in zip(group, streams):
+                arguments = player.call(step, channel)
+                arguments.channel = channel
+                player.rank.stream = pair[channel]
+                player.rank.launch(loaded, arguments)
+        if turn % 20 == 19:
+            for channel in (0, 1):
+                for player in group:
+                    player.check(step, channel)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_graph_replay_with_new_inputs(device, load, tp):
+    """A captured sequence of calls of several M, replayed on changing inputs."""
+    loaded = load(tp)
+    sets = sets_of(tp, loaded.variant, kinds=("normal", "spread", "minus zero"))
+    group = players(device, loaded, sets)
+    steps = [
+        traffic.Step(0, 0, tokens, abi.BOTH_MASK, ctas)
+        for tokens, ctas in [(1, None), (32, 5), (2, None), (17, 1), (8, None), (33, None), (1, None)]
+    ]
+    graphs = []
+    for player in group:
+        def enqueue(player=player):
+            for output, step in enumerate(steps):
+                player.launch(step, output)
+        graphs.append(player.rank.capture(enqueue))
+    for turn in range(143):  # 1001 calls
+        which = turn % len(sets)
+        if turn % 20 == 0 or turn > 137:
+            for player in group:
+                player.poison()
+                player.replace(0, which)
+            for graph in graphs:
+                graph.launch()
+            for output, step in enumerate(steps):
+                for player in group:
+                    player.check(step, output, which)
+        else:
+            for graph in graphs:
+                graph.launch()
+    for player in group:
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize("trigger", [False, True])
+def test_back_to_back_with_pdl(device, load, trigger):
+    """Launched with the PDL attribute, each call feeding on the last one's output: a call that read
+    or published before `griddepcontrol.wait` would see it unfinished."""
+    tp, tokens, calls = 2, 1, 10_000
+    loaded = load(tp, latent=3584, hidden=7168, trigger=trigger)
+    group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("normal",)), ring=2)
+    step = traffic.Step(0, 0, tokens, abi.BOTH_MASK, None)
+
+    def enqueue(player):
+        for turn in range(100):
+            arguments = player.call(step, turn % 2)
+            if turn:
+                arguments.rows = player.outputs[(turn + 1) % 2][0].address
+            arguments.pdl = True
+            player.rank.launch(loaded, arguments)
+
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    want = None
+    for _ in range(calls // 100):
+        for player in group:
+            player.poison()
+        for graph in graphs:
+            graph.launch()
+        got = [player.results(step, 1)[0] for player in group]
+        want = got[0] if want is None else want
+        assert not np.isnan(oracle.to_float(want)).any()
+        for latent in got:
+            np.testing.assert_array_equal(latent, want)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_geometries_agree_with_themselves(device, load):
+    """Each geometry, whatever the number of waves, gives one bit pattern, 10^4 times."""
+    tp = 4
+    loaded = load(tp)
+    group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("spread",)))
+    for kernel in range(len(loaded.geometries)):
+        first = None
+        for ctas in (1, 8, 15):
+            for _ in range(30):
+                for player in group:
+                    player.poison()
+                for output, tokens in enumerate((33, 65, 128)):
+                    step = traffic.Step(0, 0, tokens, abi.BOTH_MASK, ctas)
+                    for player in group:
+                        arguments = player.call(step, output)
+                        arguments.kernel = kernel
+                        player.rank.launch(loaded, arguments)
+                for output, tokens in enumerate((33, 65, 128)):
+                    step = traffic.Step(0, 0, tokens, abi.BOTH_MASK, ctas)
+                    got = [player.check(step, output) for player in group]
+                    first = got[0] if first is None and tokens == 128 else first
+                    for latent in got:
+                        np.testing.assert_array_equal(latent, got[0])
+                        if first is not None:
+                            np.testing.assert_array_equal(latent, first[:tokens])
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_occupancy_holds_all_ranks(device, load):
+    """What `token_ctas` admits for ranks that share this GPU fits at once."""
+    for tp in (2, 4, 8):
+        loaded = load(tp)
+        for index in range(len(loaded.geometries)):
+            fits = loaded.active_clusters(index)
+            ctas = geometry.token_ctas(
+                10**6, roles=2, active_clusters=fits, sm_count=device.sm_count,
+                ranks_on_device=tp, reserved_sms=0,
+            )  # fmt: skip
+            assert 1 <= ctas and 2 * tp * ctas <= fits

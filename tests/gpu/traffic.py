@@ -1,0 +1,137 @@
+"""Random calls of one rank, the same plan on every rank, checked against the oracle.
+
+Used by ranks as streams (all in one process) and by ranks as processes (one each).
+"""
+
+import dataclasses
+
+import numpy as np
+import oracle
+
+from jax_latent_tail.kernels import abi, harness
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call: a window of one data set."""
+
+    data: int
+    first: int
+    tokens: int
+    roles: int
+    token_ctas: int | None
+
+
+def plan(seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles=None) -> list[Step]:
+    """Calls of 1..max_tokens tokens; small ones as often as large ones."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for _ in range(calls):
+        tokens = int(np.exp2(rng.uniform(0, np.log2(max_tokens + 0.99))))
+        first = int(rng.integers(0, max_tokens - tokens + 1))
+        role = int(rng.choice(roles or (abi.BOTH_MASK,)))
+        ctas = waves[rng.integers(len(waves))]
+        steps.append(
+            Step(int(rng.integers(sets)), first, tokens, role, ctas and min(ctas, tokens))
+        )
+    return steps
+
+
+class Player:
+    """One rank with the inputs of its data sets on the device and a ring of outputs."""
+
+    def __init__(self, rank: harness.Rank, loaded: harness.Loaded, sets, ring: int, top_k: int = 0):
+        self.rank, self.loaded, self.sets, self.top_k = rank, loaded, sets, top_k
+        me = rank.rank
+        self.inputs = [
+            {
+                "gamma": harness.Buffer.of(data.gamma),
+                "rows": harness.Buffer.of(data.rows[me]),
+                "shared": harness.Buffer.of(data.shared[me]),
+                "weights": harness.Buffer.of(data.weights[me]) if top_k else None,
+                "indices": harness.Buffer.of(data.indices[me]) if top_k else None,
+            }
+            for data in sets
+        ]
+        variant = loaded.variant
+        self.widths = (variant.latent, variant.shard)
+        self.outputs = [
+            tuple(harness.Buffer(2 * rank.max_tokens * width) for width in self.widths)
+            for _ in range(ring)
+        ]
+
+    def call(self, step: Step, output: int) -> harness.Call:
+        data, variant = self.inputs[step.data], self.loaded.variant
+        address = {name: buffer.address for name, buffer in data.items() if buffer}
+        if self.top_k:
+            address["weights"] += 2 * step.first * self.top_k
+            address["indices"] += 4 * step.first * self.top_k
+        else:
+            address["rows"] += 2 * step.first * variant.latent
+        address["shared"] += 2 * step.first * variant.hidden
+        return harness.Call(
+            tokens=step.tokens,
+            latent=self.outputs[output][0].address,
+            shard=self.outputs[output][1].address,
+            permuted_rows=self.sets[step.data].rows.shape[1] if self.top_k else 0,
+            top_k=self.top_k,
+            roles=step.roles,
+            token_ctas=step.token_ctas and min(step.token_ctas, self.resident(step)),
+            **address,
+        )
+
+    def resident(self, step: Step) -> int:
+        """The most token CTAs with which all ranks' clusters fit on the device."""
+        roles = 2 if step.roles == abi.BOTH_MASK else 1
+        return min(
+            self.rank.token_ctas(self.loaded, step.tokens, roles, index)
+            for index in range(len(self.loaded.geometries))
+        )
+
+    def replace(self, data: int, other: int) -> None:
+        """Put the inputs of set `other` where calls of set `data` look for theirs."""
+        source, me = self.sets[other], self.rank.rank
+        for name in ("gamma", "rows", "shared"):
+            array = getattr(source, name)
+            self.inputs[data][name].write(array if name == "gamma" else array[me])
+
+    def poison(self) -> None:
+        """Fill the outputs with a NaN that no kernel writes."""
+        for pair in self.outputs:
+            for buffer in pair:
+                buffer.fill(0xFFFFFFFF)
+
+    def launch(self, step: Step, output: int) -> None:
+        self.rank.launch(self.loaded, self.call(step, output))
+
+    def results(self, step: Step, output: int):
+        """(latent [M, L] or None, shard [M, S] or None)"""
+        return tuple(
+            self.outputs[output][role].read(np.uint16, (step.tokens, self.widths[role]))
+            if step.roles >> role & 1
+            else None
+            for role in (abi.ROUTED, abi.SHARED)
+        )
+
+    def check(self, step: Step, output: int, inputs: int | None = None) -> np.ndarray | None:
+        """Compare with the oracle; returns the latent output, for comparison between ranks.
+
+        `inputs` is the set whose inputs were there, if not the step's.
+        """
+        data = self.sets[step.data if inputs is None else inputs]
+        window = slice(step.first, step.first + step.tokens)
+        latent, shard = self.results(step, output)
+        if shard is not None:
+            np.testing.assert_array_equal(shard, data.shard[self.rank.rank, window])
+        if latent is not None:
+            distance = oracle.ulps(latent, data.latent[window])
+            assert distance <= 1, f"latent is {distance} ulp off at {step}"
+        return latent
+
+
+def idle(rank: harness.Rank) -> None:
+    """With nothing in flight the workspace holds nothing but the sentinel, own routed slots too
+    (they are never written), and nothing has failed."""
+    assert rank.record.describe() == ""
+    words = rank.read_workspace()
+    assert (words == abi.SENTINEL).all(), f"{(words != abi.SENTINEL).sum()} words are not re-armed"
