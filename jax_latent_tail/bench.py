@@ -24,7 +24,6 @@ from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, Operands, TailSpec
 
 _AXIS = ("tp",)
 
-Implementation = Callable[[TailSpec, reference.AxisName, Operands], list[jax.Array]]
 Scan = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -89,7 +88,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _random_operands(mesh: Mesh, spec: TailSpec, num_tokens: int) -> Operands:
     """Normal data: rows and shared differ from rank to rank, the rest is the same on all."""
-    assert spec.latent_dim is not None and spec.hidden_dim is not None
+    assert spec.latent_dim is not None
+    assert spec.hidden_dim is not None
     rows_shape = (spec.tp * num_tokens * (spec.top_k or 1), spec.latent_dim)
     shared_shape = (spec.tp * num_tokens, spec.hidden_dim)
 
@@ -113,7 +113,9 @@ def _in_specs(spec: TailSpec) -> tuple[P, ...]:
     return (*routed, P(), P(_AXIS))
 
 
-def _scan(mesh: Mesh, spec: TailSpec, implementation: Implementation, layers: int) -> Scan:
+def _scan(
+    mesh: Mesh, spec: TailSpec, implementation: reference.Implementation, layers: int
+) -> Scan:
     """A jitted scan in which the outputs of each layer are part of the next one's inputs."""
 
     def layer(operands: Operands, _: None) -> tuple[Operands, None]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jax_latent_tail import reference
 from jax_latent_tail.errors import ArgumentValueError
@@ -54,23 +55,23 @@ def unify_varying(axis_name: AxisName, operands: Operands) -> Operands:
 
 @latent_tail_p.def_abstract_eval
 def _abstract_eval(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
-    operands = spec.operands(*avals)
-    varying = frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
-
-    def output(like: Any, columns: int, varying: frozenset[str]) -> Any:
-        return like.update(
-            shape=(operands.num_tokens, columns),
-            dtype=jnp.dtype(jnp.bfloat16),
-            manual_axis_type=like.manual_axis_type.update(varying=varying),
-        )
-
-    outputs = []
+    inside = frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+    columns_and_varying = []
     if spec.latent_dim is not None:
-        tokens = operands.rows if spec.top_k is None else operands.indices
-        outputs.append(output(tokens, spec.latent_dim, varying - set(axis_name)))
+        columns_and_varying.append((spec.latent_dim, inside - set(axis_name)))
     if spec.hidden_dim is not None:
-        outputs.append(output(operands.shared, spec.shard_dim, varying))
-    return outputs
+        columns_and_varying.append((spec.shard_dim, inside))
+    return [
+        tokens.update(
+            shape=(tokens.shape[0], columns),
+            dtype=jnp.dtype(jnp.bfloat16),
+            sharding=tokens.sharding.update(spec=P(tokens.sharding.spec[0], None)),
+            manual_axis_type=tokens.manual_axis_type.update(varying=varying),
+        )
+        for tokens, (columns, varying) in zip(
+            spec.result_tokens(spec.operands(*avals)), columns_and_varying, strict=True
+        )
+    ]
 
 
 def _batch(

@@ -10,15 +10,19 @@ reorder a reduction: sums over ranks and slots are unrolled additions, the sign 
 set by a select, and every rounding is a `reduce_precision`, which XLA never removes.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_latent_tail.spec import Operands, TailSpec
 
 AxisName = tuple[str, ...]
+Implementation = Callable[[TailSpec, AxisName, Operands], list[jax.Array]]
 
 # Up to here every rank receives all contributions and norms all rows itself: one collective
 # fewer, which is what counts for few tokens on accelerators. Above, each rank sums and norms a
@@ -26,6 +30,32 @@ AxisName = tuple[str, ...]
 ONE_SHOT_MAX_TOKENS = 8
 
 
+def _with_auto_axes(implementation: Implementation) -> Implementation:
+    """Leaves explicit axes outside the group to XLA, for the steps have no unambiguous types.
+
+    Only the tokens of the results stay explicitly sharded, as those of the inputs are.
+    """
+
+    @functools.wraps(implementation)
+    def wrapped(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
+        mesh = jax.sharding.get_abstract_mesh()
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = tuple(name for name, axis_type in types if axis_type == AxisType.Explicit)
+        if not explicit:
+            return implementation(spec, axis_name, operands)
+        automatic = jax.sharding.auto_axes(
+            lambda *arrays: implementation(spec, axis_name, spec.operands(*arrays)),
+            axes=explicit,
+            out_sharding=[
+                P(jax.typeof(x).sharding.spec[0], None) for x in spec.result_tokens(operands)
+            ],
+        )
+        return automatic(*operands.present())
+
+    return wrapped
+
+
+@_with_auto_axes
 def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
     """Computes the tail under the contract, inside shard_map.
 
@@ -44,7 +74,7 @@ def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Ar
             contribution = operands.rows
         else:
             contribution = _round_to_bf16(_finalize(operands)).astype(jnp.bfloat16)
-        one_shot = operands.num_tokens <= ONE_SHOT_MAX_TOKENS
+        one_shot = contribution.shape[0] <= ONE_SHOT_MAX_TOKENS
         reduce_and_norm = _all_reduce_one_shot if one_shot else _all_reduce_two_shot
         outputs.append(reduce_and_norm(spec, axis_name, contribution, operands.gamma))
     if spec.hidden_dim is not None:
@@ -54,6 +84,7 @@ def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Ar
     return outputs
 
 
+@_with_auto_axes
 def unfused(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
     """psum, RMSNorm and psum_scatter in fp32; arguments and results as for `tail`."""
     outputs = []

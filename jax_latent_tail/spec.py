@@ -25,14 +25,6 @@ class Operands(NamedTuple):
     def present(self) -> tuple[Any, ...]:
         return tuple(operand for operand in self if operand is not None)
 
-    @property
-    def num_tokens(self) -> int:
-        """M, which the expert rows themselves do not tell."""
-        for operand in (self.indices, self.rows, self.shared):
-            if operand is not None:
-                return operand.shape[0]
-        raise ValueError("no operand has a token dimension")
-
 
 @dataclasses.dataclass(frozen=True)
 class TailSpec:
@@ -81,3 +73,12 @@ class TailSpec:
         if self.hidden_dim is not None:
             names += ("shared",)
         return Operands(**dict(zip(names, arrays, strict=True)))
+
+    def result_tokens(self, operands: Operands) -> list[Any]:
+        """For each result, the operand that has its tokens as rows."""
+        tokens = []
+        if self.latent_dim is not None:
+            tokens.append(operands.rows if self.top_k is None else operands.indices)
+        if self.hidden_dim is not None:
+            tokens.append(operands.shared)
+        return tokens
