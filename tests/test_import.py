@@ -1,0 +1,42 @@
+"""`import jax_latent_tail` is light: no back end, no CUDA, no compiler."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import jax_latent_tail
+
+PROGRAM = """
+    import sys, time
+    import jax, jax.numpy
+    start = time.perf_counter()
+    import jax_latent_tail as latent_tail
+    seconds = time.perf_counter() - start
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized()
+    heavy = {"cutlass", "cuda", "tqdm", "jax_latent_tail.bench", "jax_latent_tail.launch"}
+    loaded = {m for m in sys.modules if m in heavy or m.startswith("jax_latent_tail.kernels")}
+    assert not loaded, loaded
+    print(seconds)
+"""
+
+
+@pytest.mark.smoke
+def test_import_starts_no_backend_and_loads_nothing_heavy():
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    # The promise is 0.2 s on top of JAX; a loaded machine may be some times slower.
+    assert float(result.stdout) < 2
+
+
+def test_the_public_names_are_there():
+    for name in jax_latent_tail.__all__:
+        assert hasattr(jax_latent_tail, name)
+    public = {n for n in vars(jax_latent_tail) if not n.startswith("_")}
+    modules = {"api", "errors", "primitive", "reference", "spec"}
+    others = {n for n in public - set(jax_latent_tail.__all__) if n not in modules}
+    assert others <= {"bench", "launch", "kernels"}
