@@ -8,10 +8,10 @@ refused.
   arrive. `channels` independent channels, each holding for both buffers and every token one slot
   of `token_bytes`:
 
-      [channel][buffer 0..1][token]: routed rows [tp][L] bf16
-                                     shared rows [tp][S] bf16
-                                     routed headers [tp] x 16 bytes
-                                     shared headers [tp] x 16 bytes, then padding to 128 bytes
+      [channel][buffer 0..1][token]: routed [tp] x (row [L] bf16, header 16 bytes, padding)
+                                     shared [tp] x (row [S] bf16, header 16 bytes, padding)
+
+  with the padding to a multiple of 128 bytes each, and the index in [tp] the source rank.
 
   All of it holds the 32-bit word `SENTINEL` when nothing is in flight.
 
@@ -28,6 +28,7 @@ zeroes the generation words, `Control.broken`, `Control.claimed` and the record.
 """
 
 import ctypes
+import dataclasses
 import hashlib
 
 ABI_VERSION = 1
@@ -39,7 +40,7 @@ SENTINEL = 0x80000000
 MAX_RANKS = 16
 BUFFERS = 2
 
-ROUTED, SHARED = 0, 1  # a role: the index of a generation word and of a header row
+ROUTED, SHARED = 0, 1  # a role: the index of a generation word
 ROUTED_MASK, SHARED_MASK = 1 << ROUTED, 1 << SHARED
 BOTH_MASK = ROUTED_MASK | SHARED_MASK
 
@@ -94,10 +95,10 @@ class Control(ctypes.Structure):
     _fields_ = [
         ("broken", ctypes.c_uint32),  # nonzero: failed. Own kernels, peers' kernels and the host set it
         ("closed", ctypes.c_uint32),  # nonzero: the communicator is gone. Only the host sets it
-        ("deadline_ns", ctypes.c_uint64),  # how long one wait may last
-        ("workspace", ctypes.c_uint64),  # this rank's workspace
+        ("workspace", ctypes.c_uint64),  # this rank's workspace; one load with the two words above
         ("multicast", ctypes.c_uint64),  # the group's multicast mapping of all workspaces, or 0
         ("record", ctypes.c_uint64),  # device address of this rank's `Record`
+        ("deadline_ns", ctypes.c_uint64),  # how long one wait may last
         ("claimed", ctypes.c_uint32),  # nonzero: somebody writes or wrote the record
         ("reserved", ctypes.c_uint32 * 21),
         # Per rank p, as mapped here; entry `rank` is this rank's own.
@@ -123,7 +124,7 @@ class Record(ctypes.Structure):
         ("tokens", ctypes.c_uint32),  # M of the call
         ("channel", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),  # the rank that wrote this record
-        ("waited_ns", ctypes.c_uint64),
+        ("waited_ns", ctypes.c_uint64),  # deadline: the wait lasted at least this long
         ("call_hash", ctypes.c_uint32),
         ("abi_version", ctypes.c_uint32),
     ]
@@ -167,21 +168,45 @@ def control_bytes(max_tokens: int, channels: int = 1) -> int:
     return GENERATIONS_OFFSET + 4 * channels * 2 * max_tokens
 
 
-def slot_offsets(tp: int, latent: int, hidden: int) -> tuple[int, int, int, int]:
-    """(shared rows, routed headers, shared headers, token_bytes): byte offsets in a token's slot.
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Byte offsets in the slot of one token: source p's routed row is at p * routed_pitch.
 
-    The routed rows start at 0. `latent` or `hidden` is 0 where the half does not exist.
+    `latent` or `hidden` is 0 where that half does not exist; it then takes no room.
     """
-    shared = tp * latent * 2
-    routed_headers = shared + hidden * 2
-    shared_headers = routed_headers + tp * HEADER_BYTES
-    token_bytes = -(-(shared_headers + tp * HEADER_BYTES) // 128) * 128
-    return shared, routed_headers, shared_headers, token_bytes
+
+    tp: int
+    latent: int
+    hidden: int
+
+    @staticmethod
+    def _pitch(columns: int) -> int:
+        return -(-(columns * 2 + HEADER_BYTES) // 128) * 128 if columns else 0
+
+    @property
+    def routed_pitch(self) -> int:
+        """From one source's routed row to the next. The header follows the row, at latent * 2."""
+        return self._pitch(self.latent)
+
+    @property
+    def shared_offset(self) -> int:
+        """Of source 0's shared row."""
+        return self.tp * self.routed_pitch
+
+    @property
+    def shared_pitch(self) -> int:
+        """From one source's shared row to the next. The header is at hidden / tp * 2."""
+        return self._pitch(self.hidden // self.tp)
+
+    @property
+    def size(self) -> int:
+        """Of the slot."""
+        return self.shared_offset + self.tp * self.shared_pitch
 
 
 def workspace_bytes(tp: int, latent: int, hidden: int, max_tokens: int, channels: int = 1) -> int:
     """Bytes of one rank's workspace."""
-    return slot_offsets(tp, latent, hidden)[3] * BUFFERS * max_tokens * channels
+    return Slot(tp, latent, hidden).size * BUFFERS * max_tokens * channels
 
 
 def call_hash(

@@ -91,11 +91,12 @@ class Bench:
     Args:
       tp: ranks of the group.
       mine: those of this process.
+      wanted: what will be measured; all kernels are loaded before any rank can wait.
       connect: called with the list of `harness.Rank`, maps the peers.
       meet: returns when all processes have called it.
     """
 
-    def __init__(self, tp, mine, folder, max_tokens, connect, meet):
+    def __init__(self, tp, mine, folder, wanted, max_tokens, connect, meet):
         import numpy as np
 
         from jax_latent_tail.kernels import harness
@@ -105,7 +106,7 @@ class Bench:
         self.device = harness.Device()
         arch = arch_for(*self.device.capability)
         self.loaded = {}
-        for top_k in (0, 16):
+        for top_k in {0, *(case.top_k for case in wanted)}:
             variant = KernelVariant(arch, tp, LATENT, HIDDEN, top_k)
             self.loaded[top_k, True] = harness.Loaded(store.find(variant))
             bare = _unguarded(variant, folder)
@@ -205,7 +206,7 @@ def _worker(peers, folder, wanted, max_tokens):
         harness.map_peers(ranks[0], peers.exchange(harness.share(ranks[0])))
         peers.meet()
 
-    bench = Bench(peers.count, [peers.rank], folder, max_tokens, connect, peers.meet)
+    bench = Bench(peers.count, [peers.rank], folder, wanted, max_tokens, connect, peers.meet)
     results = bench.measure(wanted)
     harness.unmap_peers(bench.ranks[0])
     peers.meet()
@@ -219,7 +220,8 @@ def measure_streams(tp: int, folder, wanted, max_tokens=max(TOKENS)):
         for rank in ranks:
             rank.connect([peer.memory.address for peer in ranks])
 
-    return Bench(tp, range(tp), folder, max_tokens, connect, lambda: None).measure(wanted)
+    bench = Bench(tp, range(tp), folder, wanted, max_tokens, connect, lambda: None)
+    return bench.measure(wanted)
 
 
 def measure_mps(tp: int, folder, wanted, max_tokens=max(TOKENS)):

@@ -17,7 +17,7 @@ One call, for one token, on rank r:
 
  1. read g;
  2. publish: store the words of r's row (an S in it replaced by +0,+0) into slot r of buffer g & 1 of
-    every peer, and a 16-byte header (call hash, M, g, 0);
+    every peer, and after them a 16-byte header (call hash, M, g, 0);
  3. wait: poll the slots of buffer g & 1 until no word is S; *re-arm*: store S into the words just
     read; compare the headers with r's own;
  4. exchange a word among all warps of the cluster, each after its step 3;
@@ -62,8 +62,8 @@ Obligations, and why they hold:
  The exchange itself needs no bound: it is between warps of one cluster, resident together, each of
  which contributes exactly once a token whatever happened to it.
 
- *Disagreement is caught.* Headers travel like the payload, from the last warp of the cluster. A
- header with another hash, M or generation poisons the row. A swapped or missing call of identical
+ *Disagreement is caught.* The header is the vector after the row, published, polled and re-armed like
+ it. One with another hash, M or generation poisons the row. A swapped or missing call of identical
  signature cannot be seen; a surplus call ends at its deadline.
 
  *A closed communicator* (`Control.closed`) takes the same way as a failed one, so the kernel touches
@@ -102,6 +102,16 @@ def _registers(rows: int, columns: int, dtype):
     return cute.make_rmem_tensor(cute.make_layout((rows, columns), stride=(columns, 1)), dtype)
 
 
+def only_if(condition, mask):
+    """`mask`, or 0: lanes beyond a row's end go along with none of their accesses active."""
+    return Uint32(condition) * mask
+
+
+def failure(cause, is_header, ranks):
+    """What `failed` is in the thread that found a failure, for its report."""
+    return cause | (Uint32(is_header) << Uint32(2)) | (ranks << Uint32(8))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """What every step of a call needs: where this thread is, and the call's parameters."""
@@ -124,7 +134,9 @@ class Tail:
     """The kernel of one variant in one geometry.
 
     Thread g of the cluster owns the 16-byte vectors g, g + lanes, g + 2 * lanes, ... of a row.
-    `failed` is a thread's nonzero word once it takes no further part, see the protocol.
+    `failed` is a thread's nonzero word once it takes no further part, see the protocol: what it found
+    itself (`failure`), or TOLD. Failures are put on record in one place, away from the fast path, whose
+    instructions should be few and in a row: a kernel this short waits for each jump to new code.
     """
 
     def __init__(self, variant: KernelVariant, geometry: Geometry):
@@ -138,9 +150,7 @@ class Tail:
         self.row_vectors = variant.latent // VECTOR
         self.hidden_vectors = variant.hidden // VECTOR
         self.shard_vectors = variant.shard // VECTOR
-        offsets = abi.slot_offsets(variant.tp, variant.latent, variant.hidden)
-        self.shared_rows, routed_headers, shared_headers, self.token_bytes = offsets
-        self.headers = (routed_headers, shared_headers)
+        self.slots = abi.Slot(variant.tp, variant.latent, variant.hidden)
 
     def _owned(self, vectors: int) -> int:
         """Vectors of a row that a thread owns, the last perhaps beyond the row's end."""
@@ -199,6 +209,8 @@ class Tail:
             else:
                 if cutlass.const_expr(self.hidden_vectors > 0):
                     failed = self.reduce_scatter(call, shared, shard, token, wave, last, failed)
+            ptx.exit_if(Uint32(last & (failed == 0)))  # not by way of the failure's code
+            self.report(call, role, token, failed)
             token = token + stride
             wave = wave + 1
         self.leave(call, role, failed)
@@ -210,10 +222,11 @@ class Tail:
         self, call, rows, weights, indices, permuted_rows, top_k, gamma, eps, latent,
         token, wave, last, failed,
     ):  # fmt: skip
-        """One token of the routed role. Returns `failed`, now equal in the whole cluster."""
-        owned = self._owned(self.row_vectors)
+        """One token of the routed role. Returns `failed`, now zero or nonzero in all the cluster."""
+        header = self.row_vectors  # the vector after the row
+        owned = self._owned(self.row_vectors + 1)
         # All loads go out before the first of them is used.
-        broken, workspace, generation, header_target = self.enter(call, abi.ROUTED, token)
+        status, workspace, generation = self.enter(call, abi.ROUTED, token)
         targets = self.routed_targets(call)
         own = _registers(owned, 4, Uint32)
         for k in cutlass.range_constexpr(owned):
@@ -225,19 +238,21 @@ class Tail:
                     rows, weights, indices, permuted_rows, top_k, token, vector
                 )
                 for i in cutlass.range_constexpr(4):
-                    own[k, i] = ptx.without_sentinel(words[i])
+                    own[k, i] = words[i]
 
-        failed = failed | broken
+        if status != 0:
+            failed = Uint32(abi.TOLD)
         slot = self.slot(call, token, generation)
         peers = Uint32(self.everyone) & ~(Uint32(1) << Uint32(call.rank))
         if failed != 0:
             peers = Uint32(0)
         for k in cutlass.range_constexpr(owned):
             vector = call.owner + k * self.geometry.lanes
-            if vector < self.row_vectors:
-                offset = slot + Int64(call.rank) * self.row_bytes + Int64(vector) * VECTOR_BYTES
-                self.publish(targets, offset, peers, own, k)
-        self.publish_header(call, abi.ROUTED, header_target + slot, generation, failed)
+            for i in cutlass.range_constexpr(4):
+                own[k, i] = ptx.without_sentinel(own[k, i])
+            self.put_header(call, vector == header, own, k, generation)
+            place = call.rank * self.slots.routed_pitch + vector * VECTOR_BYTES
+            self.publish(targets, slot + Int64(place), only_if(vector <= header, peers), own, k)
         if cutlass.const_expr(self.variant.trigger):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -258,29 +273,32 @@ class Tail:
             vector = call.owner + k * self.geometry.lanes
             for i in cutlass.range_constexpr(VECTOR):
                 x[k, i] = Float32(0.0)
-            if vector < self.row_vectors:
+            if self.warp_begins(call, k) <= header:
                 words = _registers(self.tp, 4, Uint32)
                 for source in cutlass.range_constexpr(self.tp):
                     for i in cutlass.range_constexpr(4):
                         words[source, i] = own[k, i]
-                address = workspace + slot + Int64(vector) * VECTOR_BYTES
+                address = workspace + slot + Int64(vector * VECTOR_BYTES)
                 failed = self.take(
-                    call, words, address, self.row_bytes, peers, abi.ROUTED, token, generation, failed
+                    call, words, address, self.slots.routed_pitch, only_if(vector <= header, peers),
+                    vector == header, generation, failed,
                 )  # fmt: skip
+                terms = []
                 for i in cutlass.range_constexpr(4):
                     lo, hi = self.sum_in_rank_order(words, i)
                     if cutlass.const_expr(self.variant.fp32_internal):
-                        squares = squares + lo * lo
-                        squares = squares + hi * hi
+                        terms += [lo * lo, hi * hi]
                     else:
                         rounded = ptx.pack(lo, hi)
                         lo, hi = ptx.low(rounded), ptx.high(rounded)
                         square = ptx.pack(lo * lo, hi * hi)
-                        squares = squares + ptx.low(square)
-                        squares = squares + ptx.high(square)
+                        terms += [ptx.low(square), ptx.high(square)]
                     x[k, 2 * i] = lo
                     x[k, 2 * i + 1] = hi
-        failed = self.check_headers(call, abi.ROUTED, workspace + slot, token, generation, failed)
+                term = self.tree_sum(terms)
+                if vector >= self.row_vectors:
+                    term = Float32(0.0)
+                squares = squares + term
 
         for step in cutlass.range_constexpr(5):
             squares = squares + cute.arch.shuffle_sync_bfly(squares, offset=WARP >> 1 >> step)
@@ -303,61 +321,73 @@ class Tail:
 
     @cute.jit
     def reduce_scatter(self, call, shared, shard, token, wave, last, failed):
-        """One token of the shared role. Returns `failed`, now equal in the CTAs that store."""
-        scattered, owned = self._owned(self.hidden_vectors), self._owned(self.shard_vectors)
-        broken, workspace, generation, header_target = self.enter(call, abi.SHARED, token)
+        """One token of the shared role. Returns `failed`, right in the CTAs that store."""
+        # To scatter: the whole row, then a header for each rank.
+        scattered = self._owned(self.hidden_vectors + self.tp)
+        status, workspace, generation = self.enter(call, abi.SHARED, token)
         own = _registers(scattered, 4, Uint32)
         targets = _registers(scattered, 1, Int64)
+        places = _registers(scattered, 1, Int32)
         for k in cutlass.range_constexpr(scattered):
             vector = call.owner + k * self.geometry.lanes
+            for i in cutlass.range_constexpr(4):
+                own[k, i] = Uint32(0)
             targets[k, 0] = Int64(0)
-            if vector < self.hidden_vectors:
-                words = ptx.load_vector(
-                    shared + Int64(token) * self.hidden_bytes + Int64(vector) * VECTOR_BYTES
-                )
-                for i in cutlass.range_constexpr(4):
-                    own[k, i] = ptx.without_sentinel(words[i])
-                targets[k, 0] = self.peer_workspace(call, self.shard_of(vector))
+            places[k, 0] = Int32(0)
+            if vector < self.hidden_vectors + self.tp:
+                target = vector - self.hidden_vectors
+                places[k, 0] = Int32(self.shard_vectors)
+                if vector < self.hidden_vectors:
+                    target = Int32(Uint32(vector) // Uint32(self.shard_vectors))
+                    places[k, 0] = vector - target * self.shard_vectors
+                    words = ptx.load_vector(
+                        shared + Int64(token) * self.hidden_bytes + Int64(vector) * VECTOR_BYTES
+                    )
+                    for i in cutlass.range_constexpr(4):
+                        own[k, i] = words[i]
+                targets[k, 0] = self.peer_workspace(call, target)
 
-        failed = failed | broken
-        slot = self.slot(call, token, generation)
+        if status != 0:
+            failed = Uint32(abi.TOLD)
+        slot = self.slot(call, token, generation) + self.slots.shared_offset
         sources = Uint32(self.everyone)
         if failed != 0:
             sources = Uint32(0)
-        row = slot + self.shared_rows + Int64(call.rank) * self.shard_bytes
         for k in cutlass.range_constexpr(scattered):
             vector = call.owner + k * self.geometry.lanes
-            if vector < self.hidden_vectors:
-                place = vector - self.shard_of(vector) * self.shard_vectors
-                offset = row + Int64(place) * VECTOR_BYTES
-                ptx.publish_vector(
-                    targets[k, 0] + offset, sources, own[k, 0], own[k, 1], own[k, 2], own[k, 3]
-                )
-        self.publish_header(call, abi.SHARED, header_target + slot, generation, failed)
+            for i in cutlass.range_constexpr(4):
+                own[k, i] = ptx.without_sentinel(own[k, i])
+            self.put_header(call, vector >= self.hidden_vectors, own, k, generation)
+            place = call.rank * self.slots.shared_pitch + places[k, 0] * VECTOR_BYTES
+            ptx.publish_vector(
+                targets[k, 0] + slot + Int64(place),
+                only_if(vector < self.hidden_vectors + self.tp, sources),
+                own[k, 0], own[k, 1], own[k, 2], own[k, 3],
+            )  # fmt: skip
         if cutlass.const_expr(self.variant.trigger):
             cute.arch.griddepcontrol_launch_dependents()
-
         self.meet(wave)
 
+        header = self.shard_vectors  # the vector after the row
+        owned = self._owned(self.shard_vectors + 1)
         sums = _registers(owned, 4, Uint32)
         for k in cutlass.range_constexpr(owned):
             vector = call.owner + k * self.geometry.lanes
             for i in cutlass.range_constexpr(4):
                 sums[k, i] = Uint32(0)
-            if vector < self.shard_vectors:
+            if self.warp_begins(call, k) <= header:
                 words = _registers(self.tp, 4, Uint32)
                 for source in cutlass.range_constexpr(self.tp):
                     for i in cutlass.range_constexpr(4):
                         words[source, i] = Uint32(0)
-                address = workspace + slot + self.shared_rows + Int64(vector) * VECTOR_BYTES
                 failed = self.take(
-                    call, words, address, self.shard_bytes, sources, abi.SHARED, token, generation,
-                    failed,
+                    call, words, workspace + slot + Int64(vector * VECTOR_BYTES),
+                    self.slots.shared_pitch, only_if(vector <= header, sources), vector == header,
+                    generation, failed,
                 )  # fmt: skip
                 for i in cutlass.range_constexpr(4):
                     lo, hi = self.sum_in_rank_order(words, i)
                     sums[k, i] = ptx.pack(lo, hi)
-        failed = self.check_headers(call, abi.SHARED, workspace + slot, token, generation, failed)
 
         receivers = min(-(-self.shard_vectors // self.geometry.threads), self.geometry.cluster)
         _, failed = self.exchange(call, Float32(0.0), failed, wave, last, receivers)
@@ -430,10 +460,6 @@ class Tail:
                 sums[0, 2 * i] = sums[0, 2 * i] + ptx.low(data[slot][i]) * weight
                 sums[0, 2 * i + 1] = sums[0, 2 * i + 1] + ptx.high(data[slot][i]) * weight
 
-    def shard_of(self, vector):
-        """Which rank's columns of a hidden row the vector belongs to."""
-        return Int32(Uint32(vector) // Uint32(self.shard_vectors))
-
     @cute.jit
     def sum_in_rank_order(self, words, i):
         """The two columns of word i, summed over ranks in fp32 from +0."""
@@ -443,10 +469,17 @@ class Tail:
             hi = hi + ptx.high(words[source, i])
         return lo, hi
 
+    def tree_sum(self, terms):
+        """Their sum, in the order with the shortest chain of additions."""
+        while len(terms) > 1:
+            pairs = [a + b for a, b in zip(terms[::2], terms[1::2])]
+            terms = pairs + terms[2 * len(pairs) :]
+        return terms[0]
+
     # ---- the protocol
 
     @cute.jit
-    def generation_address(self, call, role: cutlass.Constexpr, token):
+    def generation_address(self, call, role, token):
         index = Int64(call.channel * 2 + role) * Int64(call.max_tokens) + Int64(token)
         return call.control + abi.GENERATIONS_OFFSET + index * 4
 
@@ -454,7 +487,7 @@ class Tail:
     def slot(self, call, token, generation):
         """Byte offset of the token's slot in any workspace."""
         buffer = call.channel * 2 + Int32(generation & Uint32(1))
-        return (Int64(buffer) * Int64(call.max_tokens) + Int64(token)) * self.token_bytes
+        return (Int64(buffer) * Int64(call.max_tokens) + Int64(token)) * self.slots.size
 
     def peer_workspace(self, call, peer):
         """Where this rank has mapped the peer's workspace."""
@@ -464,19 +497,36 @@ class Tail:
         """Where routed rows are stored: the peers' workspaces, or the multicast mapping of all."""
         if self.variant.publish == MULTICAST:
             return [ptx.load_shared_long(call.control + Control.multicast.offset)]
-        return [self.peer_workspace(call, peer) for peer in range(self.tp)]
+        table = call.control + Control.peer_workspace.offset
+        targets = []
+        for peer in range(0, self.tp, 2):  # the table has an even number of entries
+            targets += ptx.load_shared_longs(table + 8 * peer)
+        return targets[: self.tp]
 
     @cute.jit
     def enter(self, call, role: cutlass.Constexpr, token):
         """What a token needs of the control block: (nonzero if the communicator has failed or is
-        closed, own workspace, generation, workspace of the peer that this lane sends a header)."""
-        broken, closed = ptx.load_shared_pair(call.control + Control.broken.offset)
+        closed, own workspace, generation)."""
+        status, workspace = ptx.load_shared_longs(call.control + Control.broken.offset)
         generation = ptx.load_shared_word(self.generation_address(call, role, token))
-        workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
-        header_target = Int64(0)
-        if self.carries_header(call):
-            header_target = self.peer_workspace(call, call.lane)
-        return broken | closed, workspace, generation, header_target
+        return status, workspace, generation
+
+    def header_words(self, call, generation):
+        """`abi.HEADER_FIELDS` of this call; no word of them is ever the sentinel."""
+        return call.call_hash, Uint32(call.tokens), generation, Uint32(0)
+
+    def warp_begins(self, call, k):
+        """The first vector of this warp in stride k: the same for all its lanes."""
+        first = call.cta * self.geometry.threads + call.warp * WARP
+        return first + k * self.geometry.lanes
+
+    @cute.jit
+    def put_header(self, call, here, words, k, generation):
+        """words[k] = this call's header, in the thread that owns the vector after the row."""
+        if here:
+            header = self.header_words(call, generation)
+            for i in cutlass.range_constexpr(4):
+                words[k, i] = header[i]
 
     @cute.jit
     def publish(self, targets, offset, peers, words, k):
@@ -490,117 +540,74 @@ class Tail:
                 active = peers & Uint32(1 << peer)
                 ptx.publish_vector(targets[peer] + offset, active, w0, w1, w2, w3)
 
-    def in_header_warp(self, call):
-        """True in the last warp of the cluster, the one with the fewest vectors."""
-        return (call.cta == self.geometry.cluster - 1) & (call.warp == self.geometry.warps - 1)
-
-    def carries_header(self, call):
-        """True in lane p of that warp, for each peer p: it sends and receives p's header."""
-        return self.in_header_warp(call) & (call.lane < self.tp) & (call.lane != call.rank)
-
-    @cute.jit
-    def publish_header(self, call, role: cutlass.Constexpr, target, generation, failed):
-        """Store this call's header into each peer's slot, `target` in the lane of that peer."""
-        if self.carries_header(call) & (failed == 0):
-            ptx.publish_vector(
-                target + self.headers[role] + Int64(call.rank) * abi.HEADER_BYTES, Uint32(1),
-                call.call_hash, Uint32(call.tokens), generation, Uint32(0),
-            )  # fmt: skip
-
     @cute.jit
     def take(
-        self, call, words, address, pitch: cutlass.Constexpr, sources, role: cutlass.Constexpr, token,
-        generation, failed,
+        self, call, words, address, pitch: cutlass.Constexpr, sources, is_header, generation, failed
     ):  # fmt: skip
         """Wait for one vector from each rank in the bit set `sources`, then re-arm them.
 
         words[p] becomes the vector at address + p * pitch for p in `sources`; the others, which must
-        not hold a sentinel, stay. Returns `failed`.
+        not hold a sentinel, stay. Headers must all be this call's own. Returns `failed`.
         """
-        waiting = sources
-        missing = sources
-        polls = Int32(0)
-        started = Int64(0)
-        cause = Uint32(0)
-        while waiting != 0:
-            missing = Uint32(0)
-            for source in cutlass.range_constexpr(self.tp):
-                w0, w1, w2, w3 = ptx.poll_vector(
-                    address + source * pitch, waiting & Uint32(1 << source),
-                    words[source, 0], words[source, 1], words[source, 2], words[source, 3],
-                )  # fmt: skip
-                words[source, 0], words[source, 1] = w0, w1
-                words[source, 2], words[source, 3] = w2, w3
-                missing = missing | (ptx.any_sentinel(w0, w1, w2, w3) << Uint32(source))
-            waiting = missing
-            polls = polls + 1
-            if (polls & (PATIENCE - 1)) == 0:
-                cause, started = self.lose_patience(call, started)
-                if cause != 0:
-                    waiting = Uint32(0)
-        if missing == 0:
-            for source in cutlass.range_constexpr(self.tp):
-                ptx.rearm_vector(address + source * pitch, sources & Uint32(1 << source))
-        else:
-            failed = Uint32(1)
-            if cause == abi.DEADLINE:
-                self.report(
-                    call, cause, role, abi.PAYLOAD_WAIT, Uint32(0), token, missing, generation,
-                    Uint32(0), Uint32(0), started,
-                )  # fmt: skip
+        if failed != 0:
+            sources = Uint32(0)
+        waiting, cause = self.poll(call, words, address, pitch, sources)
+        if ptx.any_lane(Uint32(is_header)) != 0:
+            different = self.disagreeing(call, words, generation) & only_if(is_header, sources)
+            if (different != 0) & (cause == 0):
+                waiting = different
+                cause = Uint32(abi.MISMATCH)
+        consumed = only_if(cause == 0, sources)
+        for source in cutlass.range_constexpr(self.tp):
+            ptx.rearm_vector(address + source * pitch, consumed & Uint32(1 << source))
+        if cause != 0:
+            failed = failure(cause, is_header, waiting)
         return failed
 
     @cute.jit
-    def check_headers(self, call, role: cutlass.Constexpr, slot, token, generation, failed):
-        """Wait for each peer's header, one per lane, compare it and re-arm it. Returns `failed`."""
-        if self.in_header_warp(call):
-            active = Uint32(0)
-            if self.carries_header(call) & (failed == 0):
-                active = Uint32(1)
-            address = slot + self.headers[role] + Int64(call.lane) * abi.HEADER_BYTES
-            expected = (call.call_hash, Uint32(call.tokens), generation, Uint32(0))
-            got = _registers(1, len(expected), Uint32)
-            for i in cutlass.range_constexpr(len(expected)):
-                got[0, i] = expected[i]
-            waiting = active
+    def poll(self, call, words, address, pitch: cutlass.Constexpr, sources):
+        """Fill words[p] for p in `sources`. Returns (those still missing, why it gave up or 0).
+
+        The lanes of a warp loop together until all have their words. They need each other next
+        anyway, and a warp that diverged here was seen not to reconverge: the compiler then emulates
+        every shuffle and vote, at some 100 cycles each.
+        """
+        waiting = sources
+        started = Int64(0)
+        cause = Uint32(0)
+        late = ptx.any_lane(waiting)
+        while (late != 0) & (cause == 0):
             polls = Int32(0)
-            started = Int64(0)
-            cause = Uint32(0)
-            while waiting != 0:
-                w0, w1, w2, w3 = ptx.poll_vector(
-                    address, active, got[0, 0], got[0, 1], got[0, 2], got[0, 3]
-                )
-                got[0, 0], got[0, 1], got[0, 2], got[0, 3] = w0, w1, w2, w3
-                waiting = ptx.any_sentinel(w0, w1, w2, w3)
-                polls = polls + 1
-                if ((polls & (PATIENCE - 1)) == 0) & (waiting != 0):
-                    cause, started = self.lose_patience(call, started)
-                    if cause != 0:
-                        waiting = Uint32(0)
-            field, theirs, ours = Uint32(0), Uint32(0), Uint32(0)
-            if cause == 0:
-                for i in cutlass.range_constexpr(len(expected) - 1, -1, -1):
-                    if got[0, i] != expected[i]:
-                        cause = Uint32(abi.MISMATCH)
-                        field, theirs, ours = Uint32(i), got[0, i], expected[i]
-            if cause == 0:
-                ptx.rearm_vector(address, active)
-            else:
-                failed = Uint32(1)
-            late = ptx.ballot(Uint32(cause == abi.DEADLINE))
-            different = ptx.ballot(Uint32(cause == abi.MISMATCH))
-            if (late | different) != 0:
-                wait = abi.HEADER_WAIT
-                if cause == abi.MISMATCH:
-                    self.report(
-                        call, cause, role, wait, field, token, different, generation, theirs, ours,
-                        started,
+            while (late != 0) & (polls < PATIENCE):
+                missing = Uint32(0)
+                for source in cutlass.range_constexpr(self.tp):
+                    w0, w1, w2, w3 = ptx.poll_vector(
+                        address + source * pitch, waiting & Uint32(1 << source),
+                        words[source, 0], words[source, 1], words[source, 2], words[source, 3],
                     )  # fmt: skip
-                if (cause == abi.DEADLINE) & (different == 0):
-                    self.report(
-                        call, cause, role, wait, field, token, late, generation, theirs, ours, started
-                    )
-        return failed
+                    words[source, 0], words[source, 1] = w0, w1
+                    words[source, 2], words[source, 3] = w2, w3
+                    missing = missing | (ptx.any_sentinel(w0, w1, w2, w3) << Uint32(source))
+                waiting = missing
+                late = ptx.any_lane(waiting)
+                polls = polls + 1
+            if late != 0:
+                cause, started = self.lose_patience(call, started)
+                cause = cute.arch.shuffle_sync(cause, 0)
+        if waiting == 0:
+            cause = Uint32(0)
+        return waiting, cause
+
+    @cute.jit
+    def disagreeing(self, call, headers, generation):
+        """The ranks whose header is not this call's, as a bit set."""
+        different = Uint32(0)
+        expected = self.header_words(call, generation)
+        for source in cutlass.range_constexpr(self.tp):
+            for i in cutlass.range_constexpr(4):
+                if headers[source, i] != expected[i]:
+                    different = different | Uint32(1 << source)
+        return different
 
     @cute.jit
     def lose_patience(self, call, started):
@@ -655,9 +662,8 @@ class Tail:
                 parts += ptx.load_smem_floats(sums + i * 4)
             for i in cutlass.range_constexpr(len(parts), cluster * warps):
                 parts.append(ptx.load_smem_float(sums + i * 4))
-            for part in parts:
-                total = total + part
-            failed = self.find_poison(total, parts, failed)
+            total = self.tree_sum(parts)
+            failed = self.find_poison(total, sums, failed)
         return total, failed
 
     @cute.jit
@@ -668,12 +674,13 @@ class Tail:
         return value
 
     @cute.jit
-    def find_poison(self, total, parts, failed):
-        """`failed`, or nonzero if a part is POISON."""
+    def find_poison(self, total, sums, failed):
+        """`failed`, or nonzero if one of the words that `total` sums is POISON."""
         if ptx.is_nan(total) != 0:  # seldom: a failure, or NaN in the rows
-            for part in parts:
-                if ptx.as_word(part) == POISON:
-                    failed = Uint32(1)
+            for i in cutlass.range(self.geometry.cluster * self.geometry.warps, unroll=1):
+                if ptx.as_word(ptx.load_smem_float(sums + i * 4)) == POISON:
+                    if failed == 0:
+                        failed = Uint32(abi.TOLD)
         return failed
 
     @cute.jit
@@ -686,47 +693,55 @@ class Tail:
     # ---- failure
 
     @cute.jit
-    def report(
-        self, call, cause, role, wait, field, token, ranks, generation, got, expected, started
-    ):  # fmt: skip
-        """Claim the record; who has it writes it, fails this rank and tells the peers."""
-        if ptx.claim(call.control + Control.claimed.offset) == 0:
-            ptx.store_shared_word(
-                call.control + Control.broken.offset, cause | (Uint32(call.rank) << Uint32(8))
-            )
-            peer = Int32(0)
-            while peer < self.tp:
-                address = ptx.load_shared_long(
-                    call.control + Control.peer_broken.offset + Int64(peer) * 8
+    def report(self, call, role, token, failed):
+        """If this thread found a failure itself: claim the record, fail this rank, tell the peers."""
+        cause = failed & Uint32(3)
+        if (cause == abi.DEADLINE) | (cause == abi.MISMATCH):
+            if ptx.claim(call.control + Control.claimed.offset) == 0:
+                ptx.store_shared_word(
+                    call.control + Control.broken.offset, cause | (Uint32(call.rank) << Uint32(8))
                 )
-                if (peer != call.rank) & (address != 0):
-                    ptx.store_shared_word(
-                        address, Uint32(abi.TOLD) | (Uint32(call.rank) << Uint32(8))
+                told = Uint32(abi.TOLD) | (Uint32(call.rank) << Uint32(8))
+                for peer in cutlass.range(self.tp, unroll=1):
+                    address = ptx.load_shared_long(
+                        call.control + Control.peer_broken.offset + Int64(peer) * 8
                     )
-                peer = peer + 1
-            waited = Int64(0)
-            if started != 0:
-                waited = ptx.global_timer() - started
-            self.write_record(
-                call, cause, role, wait, field, token, ranks, generation, got, expected, waited
-            )
+                    if (peer != call.rank) & (address != 0):
+                        ptx.store_shared_word(address, told)
+                self.write_record(call, role, token, failed)
 
     @cute.jit
     def leave(self, call, role, failed):
-        """On the way out of a failed call: note it if a peer told us and nobody has noted it yet."""
+        """On the way out of a failed call: record that a peer told us, if nothing is recorded."""
         if (call.owner == 0) & (failed != 0):
-            broken, closed = ptx.load_shared_pair(call.control + Control.broken.offset)
+            broken = ptx.load_shared_word(call.control + Control.broken.offset)
+            closed = ptx.load_shared_word(call.control + Control.closed.offset)
             if (closed == 0) & ((broken & Uint32(0xFF)) == abi.TOLD):
                 if ptx.claim(call.control + Control.claimed.offset) == 0:
-                    self.write_record(
-                        call, Uint32(abi.TOLD), role, 0, 0, 0, Uint32(1) << (broken >> Uint32(8)),
-                        0, 0, 0, Int64(0),
-                    )  # fmt: skip
+                    teller = Uint32(1) << (broken >> Uint32(8))
+                    self.write_record(call, role, Int32(0), failure(Uint32(abi.TOLD), False, teller))
 
     @cute.jit
-    def write_record(
-        self, call, cause, role, wait, field, token, ranks, generation, got, expected, waited
-    ):  # fmt: skip
+    def write_record(self, call, role, token, failed):
+        """Everything but the failure word itself is as it was: nothing was re-armed or advanced."""
+        cause, wait, ranks = failed & Uint32(3), failed >> Uint32(2) & Uint32(1), failed >> Uint32(8)
+        generation = ptx.load_shared_word(self.generation_address(call, role, token))
+        field, got, expected = Uint32(0), Uint32(0), Uint32(0)
+        if cause == abi.MISMATCH:
+            first = Int32(ptx.trailing_zeros(ranks))
+            place = first * self.slots.routed_pitch + self.row_bytes
+            if role == abi.SHARED:
+                place = first * self.slots.shared_pitch + self.shard_bytes + self.slots.shared_offset
+            workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
+            header = workspace + self.slot(call, token, generation) + Int64(place)
+            ours = self.header_words(call, generation)
+            for i in cutlass.range_constexpr(len(ours) - 1, -1, -1):
+                theirs = ptx.load_shared_word(header + 4 * i)
+                if theirs != ours[i]:
+                    field, got, expected = Uint32(i), theirs, ours[i]
+        waited = Int64(0)
+        if cause == abi.DEADLINE:
+            waited = ptx.load_shared_long(call.control + Control.deadline_ns.offset)
         record = ptx.load_shared_long(call.control + Control.record.offset)
         for name, value in (
             ("role", role),

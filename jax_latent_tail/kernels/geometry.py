@@ -55,9 +55,13 @@ class Geometry:
         return 16 + 2 * self.partials_bytes
 
 
-def _fit(vectors: int, cluster: int) -> Geometry:
-    """The fewest threads that give each vector its own and leave a warp for the header."""
-    threads = math.ceil((vectors + WARP) / cluster / WARP) * WARP
+def _fit(vectors: int, most_threads: int) -> Geometry:
+    """The smallest cluster of at most `most_threads` threads a CTA that gives each vector a thread;
+    if there is none, the largest there is."""
+    cluster = 1
+    while cluster < MAX_CLUSTER and vectors > cluster * most_threads:
+        cluster *= 2
+    threads = math.ceil(vectors / cluster / WARP) * WARP
     return Geometry(cluster, min(max(threads, 2 * WARP), MAX_THREADS))
 
 
@@ -67,18 +71,14 @@ def entries(tp: int, latent: int, hidden: int) -> tuple[Geometry, ...]:
     Args:
       tp, latent, hidden: sizes of the contract; latent or hidden 0 where that half is absent.
     """
-    # Two vectors a thread are fine for the scatter, which only copies.
-    vectors = max(latent // VECTOR, hidden // VECTOR // 2, hidden // tp // VECTOR)
-    # Few tokens: spread the row over SMs until a thread has one vector.
-    cluster = 1
-    while cluster < MAX_CLUSTER and vectors + WARP > cluster * 128:
-        cluster *= 2
-    few = _fit(vectors, cluster)
-    # Many tokens: as few SMs a row as hold it.
-    cluster = 1
-    while cluster < MAX_CLUSTER and vectors + WARP > cluster * MAX_THREADS:
-        cluster *= 2
-    many = _fit(vectors, cluster)
+    # A row and its header. Two vectors a thread are fine for the scatter, which only copies.
+    vectors = max(
+        latent // VECTOR + 1,
+        hidden // tp // VECTOR + 1,
+        math.ceil((hidden // VECTOR + tp) / 2),
+    )
+    few = _fit(vectors, 128)  # spread over SMs until a thread has one vector
+    many = _fit(vectors, MAX_THREADS)  # as few SMs as hold it
     return (few,) if few == many else (few, many)
 
 

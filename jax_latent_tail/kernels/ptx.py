@@ -136,24 +136,24 @@ def load_shared_word(address: Int64, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def load_shared_pair(address: Int64, *, loc=None, ip=None):
-    """Two such words, 8-byte aligned."""
-    out = _asm(
-        llvm.StructType.get_literal([T.i32()] * 2),
-        [address],
-        "ld.relaxed.sys.global.v2.u32 {$0,$1}, [$2];",
-        "=r,=r,l",
-        loc,
-        ip,
-    )
-    return tuple(Uint32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(2))
-
-
-@dsl_user_op
 def load_shared_long(address: Int64, *, loc=None, ip=None) -> Int64:
     """A pointer or a duration that the host may be writing."""
     text = "ld.relaxed.sys.global.u64 $0, [$1];"
     return Int64(_asm(T.i64(), [address], text, "=l,l", loc, ip))
+
+
+@dsl_user_op
+def load_shared_longs(address: Int64, *, loc=None, ip=None):
+    """Two of them, 16-byte aligned."""
+    out = _asm(
+        llvm.StructType.get_literal([T.i64()] * 2),
+        [address],
+        "ld.relaxed.sys.global.v2.u64 {$0,$1}, [$2];",
+        "=l,=l,l",
+        loc,
+        ip,
+    )
+    return tuple(Int64(llvm.extractvalue(T.i64(), out, [i], loc=loc, ip=ip)) for i in range(2))
 
 
 @dsl_user_op
@@ -252,6 +252,12 @@ def load_smem_floats(address: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def exit_if(flag: Uint32, *, loc=None, ip=None):
+    """End the thread here if `flag` is nonzero."""
+    _asm(None, [flag], "{.reg .pred p; setp.ne.u32 p, $0, 0; @p exit;}", "r", loc, ip)
+
+
+@dsl_user_op
 def any_lane(flag: Uint32, *, loc=None, ip=None) -> Uint32:
     """1 if `flag` is nonzero in any lane of the (whole) warp."""
     text = (
@@ -260,12 +266,6 @@ def any_lane(flag: Uint32, *, loc=None, ip=None) -> Uint32:
     )
     return Uint32(_asm(T.i32(), [flag], text, "=r,r", loc, ip))
 
-
-@dsl_user_op
-def ballot(flag: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Bit per lane of the (whole) warp: is `flag` nonzero there?"""
-    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
-    return Uint32(_asm(T.i32(), [flag], text, "=r,r", loc, ip))
 
 
 # ---- words and numbers
@@ -305,6 +305,13 @@ def as_float(word: Uint32, *, loc=None, ip=None) -> Float32:
 
 
 # Compared as integers: floating compares may flush subnormals, and -0 == +0.
+
+
+@dsl_user_op
+def trailing_zeros(word: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Index of the lowest set bit."""
+    text = "{.reg .b32 t; brev.b32 t, $1; clz.b32 $0, t;}"
+    return Uint32(_pure(T.i32(), [word], text, "=r,r", loc, ip))
 
 
 @dsl_user_op

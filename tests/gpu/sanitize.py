@@ -38,7 +38,7 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
         contributions = np.stack(
             [oracle.finalize(*of) for of in zip(data.rows, data.weights, data.indices)]
         )
-    shared_at, routed_headers, shared_headers, _ = abi.slot_offsets(tp, latent, hidden)
+    layout = abi.Slot(tp, latent, hidden)
     width = variant.shard
     inputs = {
         "rows": data.rows[rank],
@@ -70,11 +70,11 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
                 if peer == rank:
                     continue
                 row = without_sentinel(contributions[peer, token])
-                slot[peer * latent * 2 :][: latent * 2] = row
                 mine = data.shared[peer, token, rank * width : (rank + 1) * width]
-                slot[shared_at + peer * width * 2 :][: width * 2] = without_sentinel(mine)
-                for headers in (routed_headers, shared_headers):
-                    slot[headers + peer * 16 :][:16] = header
+                routed = slot[peer * layout.routed_pitch :]
+                routed[: latent * 2], routed[latent * 2 :][:16] = row, header
+                shared = slot[layout.shared_offset + peer * layout.shared_pitch :]
+                shared[: width * 2], shared[width * 2 :][:16] = without_sentinel(mine), header
         harness.write_workspace(me, words)
         me.launch(loaded, arguments)
         got = [
