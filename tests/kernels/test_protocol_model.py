@@ -100,8 +100,8 @@ def test_each_rule_is_needed(fault):
 
 
 # Rules that cost time, or nothing, when they are broken alone: no execution gets worse than NaN.
-# An aborted token may be advanced or re-armed because nobody reads either before the reset, which
-# puts both right: a second line of defence behind the sticky status, not a rule of its own.
+# An aborted token may be advanced or re-armed because nobody takes from it before the reset, which
+# puts both right. That it is not serves the failure record, which is read off its words.
 UNNEEDED = ["peers_not_told", "status_once_per_kernel", "aborted_advances", "aborted_rearms"]
 
 
@@ -415,7 +415,7 @@ def test_reductions_hide_nothing():
 
 
 @pytest.mark.long
-@settings(max_examples=5000, derandomize=True, deadline=None, database=None)
+@settings(max_examples=2000, derandomize=True, deadline=None, database=None)
 @given(case=cases(), **SCHEDULES)
 def test_many_random_schedules(case, seed, speeds):
     walk(case, scheduler(seed, speeds))
