@@ -409,13 +409,13 @@ def test_reductions_hide_nothing():
     explore(same(1, 1, 1), reduced=False)
     explore(same(1, 1, roles=("shared",)), reduced=False)
     for fault, (case, _) in NEEDED.items():
-        if case.threads * case.vectors * case.width == 1:
+        if case.threads * case.vectors * case.width == 1 and not case.deadlines:
             with pytest.raises(Violation):
                 explore(case, Faults(**{fault: True}), reduced=False)
 
 
 @pytest.mark.long
-@settings(max_examples=2000, derandomize=True, deadline=None, database=None)
+@settings(max_examples=1000, derandomize=True, deadline=None, database=None)
 @given(case=cases(), **SCHEDULES)
 def test_many_random_schedules(case, seed, speeds):
     walk(case, scheduler(seed, speeds))
