@@ -170,14 +170,9 @@ class Tail:
         if roles == abi.SHARED_MASK:
             role = Int32(abi.SHARED)
 
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_tensor(Int64, cute.make_layout((2,)), byte_alignment=16)
         barriers = Int32(barriers.iterator.toint())
-        if tidx == 0:
-            ptx.barrier_init(barriers)
-            ptx.barrier_init(barriers + 8)
-            ptx.barrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()  # the wait is in `meet`
 
         # Nothing of the call happens before this, not even a load.
         cute.arch.griddepcontrol_wait()
@@ -239,6 +234,7 @@ class Tail:
                 )
                 for i in cutlass.range_constexpr(4):
                     own[k, i] = words[i]
+        self.prepare(call, wave)
 
         if status != 0:
             failed = Uint32(abi.TOLD)
@@ -281,7 +277,7 @@ class Tail:
                 address = workspace + slot + Int64(vector * VECTOR_BYTES)
                 failed = self.take(
                     call, words, address, self.slots.routed_pitch, only_if(vector <= header, peers),
-                    vector == header, generation, failed,
+                    vector == header, header - self.warp_begins(call, k) < WARP, generation, failed,
                 )  # fmt: skip
                 terms = []
                 for i in cutlass.range_constexpr(4):
@@ -346,6 +342,7 @@ class Tail:
                     for i in cutlass.range_constexpr(4):
                         own[k, i] = words[i]
                 targets[k, 0] = self.peer_workspace(call, target)
+        self.prepare(call, wave)
 
         if status != 0:
             failed = Uint32(abi.TOLD)
@@ -383,7 +380,7 @@ class Tail:
                 failed = self.take(
                     call, words, workspace + slot + Int64(vector * VECTOR_BYTES),
                     self.slots.shared_pitch, only_if(vector <= header, sources), vector == header,
-                    generation, failed,
+                    header - self.warp_begins(call, k) < WARP, generation, failed,
                 )  # fmt: skip
                 for i in cutlass.range_constexpr(4):
                     lo, hi = self.sum_in_rank_order(words, i)
@@ -542,7 +539,8 @@ class Tail:
 
     @cute.jit
     def take(
-        self, call, words, address, pitch: cutlass.Constexpr, sources, is_header, generation, failed
+        self, call, words, address, pitch: cutlass.Constexpr, sources, is_header, in_header_warp,
+        generation, failed,
     ):  # fmt: skip
         """Wait for one vector from each rank in the bit set `sources`, then re-arm them.
 
@@ -552,7 +550,7 @@ class Tail:
         if failed != 0:
             sources = Uint32(0)
         waiting, cause = self.poll(call, words, address, pitch, sources)
-        if ptx.any_lane(Uint32(is_header)) != 0:
+        if in_header_warp:
             different = self.disagreeing(call, words, generation) & only_if(is_header, sources)
             if (different != 0) & (cause == 0):
                 waiting = different
@@ -621,6 +619,16 @@ class Tail:
         if ptx.load_shared_word(call.control + Control.broken.offset) != 0:
             cause = Uint32(abi.TOLD)
         return cause, started
+
+    @cute.jit
+    def prepare(self, call, wave):
+        """Before the first exchange, while the first loads are under way: this CTA's mbarriers."""
+        if wave == 0:
+            if call.tidx == 0:
+                ptx.barrier_init(call.barriers)
+                ptx.barrier_init(call.barriers + 8)
+                ptx.barrier_init_fence()
+            cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def meet(self, wave):

@@ -20,14 +20,14 @@ tests() {
         --rootdir="$here" -c /dev/null --durations=8 "$@" || failed=1
 }
 
-tests 240 "$here/test_failure.py"
-tests 300 "$here/test_streams.py"
-tests 240 "$here/test_processes.py"
+tests 240 "$here/test_gpu_failure.py"
+tests 300 "$here/test_gpu_streams.py"
+tests 240 "$here/test_gpu_processes.py"
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
         echo "== $tool"
         timeout -k 5 120 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" "$here/sanitize.py" || failed=1
+            "$python" "$here/kernel_sanitize.py" || failed=1
     done
 else
     echo "compute-sanitizer is not on the PATH: not run"

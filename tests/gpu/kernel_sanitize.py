@@ -2,11 +2,11 @@
 
 The host plays the peers: it puts their words and headers where they would arrive, then launches the
 one rank, whose own words go to stand-ins for the peers' workspaces. No pytest: run.sh starts it as
-compute-sanitizer --tool T python sanitize.py.
+compute-sanitizer --tool T python kernel_sanitize.py.
 """
 
 import numpy as np
-import oracle
+import kernel_oracle as oracle
 
 from jax_latent_tail.kernels import abi, harness, store
 from jax_latent_tail.kernels.variant import KernelVariant, arch_for

@@ -3,9 +3,9 @@
 import time
 
 import numpy as np
-import oracle
+import kernel_oracle as oracle
 import pytest
-import traffic
+import kernel_traffic as traffic
 
 from jax_latent_tail.kernels import abi, harness
 

@@ -4,9 +4,9 @@ import hashlib
 import time
 
 import numpy as np
-import oracle
+import kernel_oracle as oracle
 import pytest
-import traffic
+import kernel_traffic as traffic
 
 from jax_latent_tail.kernels import abi, harness, processes, store
 from jax_latent_tail.kernels.variant import KernelVariant, arch_for

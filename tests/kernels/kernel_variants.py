@@ -1,0 +1,27 @@
+"""The variants that the kernel tests compile: a dozen that cover every choice, and the matrix."""
+
+from jax_latent_tail.kernels.variant import (
+    ANY_TOP_K,
+    MULTICAST,
+    KernelVariant,
+    default_matrix,
+)
+
+K3 = (3584, 7168)
+
+CHOSEN = [
+    KernelVariant("sm_90", 2, *K3),
+    KernelVariant("sm_90", 4, *K3, fp32_internal=True),
+    KernelVariant("sm_90", 8, *K3, 16),
+    KernelVariant("sm_90", 8, *K3, publish=MULTICAST),
+    KernelVariant("sm_90", 16, *K3, 8, fp32_internal=True),
+    KernelVariant("sm_90", 2, *K3, ANY_TOP_K),
+    KernelVariant("sm_90", 2, *K3, trigger=True),
+    KernelVariant("sm_90", 6, 2048, 5040),
+    KernelVariant("sm_90", 4, 3584, 0, publish=MULTICAST),
+    KernelVariant("sm_90", 4, 0, 7168),
+    KernelVariant("sm_100f", 8, *K3, 8, publish=MULTICAST),
+    KernelVariant("sm_120", 4, *K3),
+]
+
+MATRIX = default_matrix()

@@ -1,0 +1,141 @@
+"""The blocks that host and device share, and what may be imported without a compiler."""
+
+import ctypes
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_latent_tail.errors import ArgumentValueError
+from jax_latent_tail.kernels import abi
+from jax_latent_tail.kernels.variant import (
+    ANY_TOP_K,
+    KernelVariant,
+    arch_for,
+    default_matrix,
+)
+from jax_latent_tail.spec import TailSpec
+
+
+def test_offsets():
+    """Also written down in the C++ launcher: a change here is a new ABI version."""
+    assert abi.ABI_VERSION == 1
+
+    def offsets(struct):
+        return {name: getattr(struct, name).offset for name, _ in struct._fields_}
+
+    assert list(offsets(abi.LaunchParams).values()) == [*range(0, 64, 8), *range(64, 100, 4)]
+    assert offsets(abi.Control) == {
+        "broken": 0, "closed": 4, "workspace": 8, "multicast": 16, "record": 24, "deadline_ns": 32,
+        "claimed": 40, "reserved": 44, "peer_workspace": 128, "peer_broken": 256,
+        "reserved_tail": 384,
+    }  # fmt: skip
+    assert abi.GENERATIONS_OFFSET == 512
+    assert offsets(abi.Record) == {
+        "code": 0, "role": 4, "wait": 8, "field": 12, "token": 16, "ranks": 20, "generation": 24,
+        "got": 28, "expected": 32, "tokens": 36, "channel": 40, "rank": 44, "waited_ns": 48,
+        "call_hash": 56, "abi_version": 60,
+    }  # fmt: skip
+    assert ctypes.sizeof(abi.Record) == 64
+
+
+@given(tp=st.integers(1, 16), a=st.integers(0, 1000), b=st.integers(0, 200))
+def test_a_slot_has_room_for_every_row_and_header(tp, a, b):
+    latent, hidden = 8 * a, 8 * tp * b
+    slot = abi.Slot(tp, latent, hidden)
+    rows = []
+    for source in range(tp):
+        if latent:
+            rows.append((source * slot.routed_pitch, latent * 2 + 16))
+        if hidden:
+            rows.append((slot.shared_offset + source * slot.shared_pitch, hidden // tp * 2 + 16))
+    rows.sort()
+    for (begin, size), (following, _) in itertools.pairwise([*rows, (slot.size, 0)]):
+        assert begin % 128 == 0
+        assert begin + size <= following
+    assert abi.workspace_bytes(tp, latent, hidden, 128, 2) == slot.size * 2 * 128 * 2
+
+
+CALL = {
+    "op": "fused", "tp": 8, "latent": 3584, "hidden": 7168, "top_k": 0, "fp32_internal": False,
+    "eps": 1e-6, "channel": 0, "name": "",
+}  # fmt: skip
+OTHER = {
+    "op": "gather", "tp": 4, "latent": 3592, "hidden": 7232, "top_k": 8, "fp32_internal": True,
+    "eps": 1e-5, "channel": 1, "name": "layer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", OTHER)
+def test_the_hash_tells_calls_apart(changed):
+    assert abi.call_hash(**CALL) == abi.call_hash(**CALL)
+    assert abi.call_hash(**CALL) != abi.call_hash(**{**CALL, changed: OTHER[changed]})
+
+
+@given(st.floats(0, 1), st.text(max_size=20))
+def test_no_header_word_is_the_sentinel(eps, name):
+    assert 0 <= abi.call_hash(**{**CALL, "eps": eps, "name": name}) < abi.SENTINEL
+    assert abi.GENERATION_MASK < abi.SENTINEL
+
+
+def test_eps_is_hashed_as_the_kernel_sees_it():
+    near = 1e-6 * (1 + 1e-12)
+    assert abi.call_hash(**{**CALL, "eps": near}) == abi.call_hash(**CALL)
+
+
+def test_records_read_as_sentences():
+    record = abi.Record(code=abi.DEADLINE, ranks=0b1010, token=3, tokens=8, waited_ns=2 * 10**9)
+    assert "no payload from ranks [1, 3] within 2.000 s" in record.describe()
+    assert "token 3 of 8" in record.describe()
+    record = abi.Record(code=abi.MISMATCH, ranks=1, field=1, got=2, expected=3, wait=1)
+    assert "ranks [0] made a different call: tokens is 0x2 there and 0x3 here" in record.describe()
+    assert abi.Record().describe() == ""
+
+
+@pytest.mark.parametrize("variant", default_matrix()[:8], ids=lambda variant: variant.key)
+def test_keys_are_one_to_one(variant):
+    assert KernelVariant.parse(variant.key) == variant
+
+
+def test_the_default_matrix():
+    matrix = default_matrix()
+    assert len(matrix) == len({variant.key for variant in matrix}) == 144
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": "sm_80"}, {"arch": "hopper"}, {"tp": 0}, {"tp": 17}, {"latent": 12}, {"hidden": 24},
+        {"latent": 0, "hidden": 0}, {"top_k": 5}, {"publish": "broadcast"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_variant_that_cannot_be_is_refused(change):
+    good = {"arch": "sm_90", "tp": 4, "latent": 3584, "hidden": 7168}
+    with pytest.raises(ArgumentValueError, match="allowed"):
+        KernelVariant(**{**good, **change})
+
+
+def test_the_variant_of_a_spec():
+    spec = TailSpec(
+        tp=4, latent_dim=3584, hidden_dim=None, top_k=5, eps=1e-6, fp32_internal=True, max_tokens=8
+    )
+    variant = KernelVariant.of(spec, "sm_90")
+    assert variant == KernelVariant("sm_90", 4, 3584, 0, ANY_TOP_K, True)
+
+
+def test_arch_for():
+    assert [arch_for(9, 0), arch_for(10, 0), arch_for(10, 3)] == ["sm_90", "sm_100f", "sm_100f"]
+    with pytest.raises(ArgumentValueError, match=r"8\.0"):
+        arch_for(8, 0)
+
+
+def test_nothing_here_needs_a_compiler_or_cuda():
+    code = (
+        "import sys; from jax_latent_tail.kernels import abi, cubin, geometry, store, variant;"
+        "assert not {'cutlass', 'cuda', 'cuda.bindings'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,110 @@
+"""What the compiler makes of the kernel: parameters, memory traffic, resources. No GPU needed."""
+
+import ctypes
+import functools
+import re
+
+import pytest
+from kernel_variants import CHOSEN, MATRIX
+
+from jax_latent_tail.kernels import abi, geometry
+from jax_latent_tail.kernels.variant import MULTICAST
+
+pytest.importorskip("cutlass", reason="compiling kernels needs the extra `export`")
+from jax_latent_tail.kernels import export  # noqa: E402
+
+compiled = functools.cache(export.compile_variant)
+
+
+def bodies(variant):
+    """PTX of each kernel, by symbol."""
+    parts = re.split(r"\.visible \.entry (\w+)\(", compiled(variant).ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def count(pattern, text):
+    return len(re.findall(pattern, text))
+
+
+def every(variants):
+    return pytest.mark.parametrize("variant", variants, ids=lambda variant: variant.key)
+
+
+def check(variant):
+    entry = compiled(variant).entry
+    shapes = geometry.entries(variant.tp, variant.latent, variant.hidden)
+    assert len(entry["kernels"]) == len(bodies(variant)) == len(shapes)
+    layout = [
+        [getattr(abi.LaunchParams, name).offset, ctypes.sizeof(kind)]
+        for name, kind in abi.LaunchParams._fields_
+    ]
+    for kernel, shape in zip(entry["kernels"], shapes, strict=True):
+        body = bodies(variant)[kernel["symbol"]]
+        # The launcher's struct, and the threads that are baked in.
+        assert kernel["parameters"] == layout
+        assert f".reqntid {shape.threads}, 1, 1" in body
+        # Nothing spills, and what `token_ctas` counts on fits: two CTAs of the widest on an SM.
+        assert kernel["stack_bytes"] == 0
+        assert not re.search(r"\b(ld|st)\.local", body)
+        assert kernel["registers"] * shape.threads <= 65536
+        assert kernel["registers"] <= (168 if variant.tp > 8 else 128)
+        check_memory(variant, shape, body)
+
+
+def check_memory(variant, shape, body):
+    # Nothing of the call happens before the wait for the preceding kernel.
+    before, _, after = body.partition("griddepcontrol.wait;")
+    assert after
+    assert not re.search(r"\b(ld|st|atom|red|multimem)\.(?!param)", before)
+    assert count("griddepcontrol.launch_dependents", body) == (
+        ((variant.latent > 0) + (variant.hidden > 0)) * variant.trigger
+    )
+    # Publishing: routed rows by multimem.st or by one store a peer, never both; the scatter always
+    # by one store a vector.
+    def owned(vectors):
+        return -(-vectors // shape.lanes)
+
+    routed = owned(variant.latent // 8 + 1) if variant.latent else 0
+    scattered = owned(variant.hidden // 8 + variant.tp) if variant.hidden else 0
+    taken = routed + (owned(variant.shard // 8 + 1) if variant.hidden else 0)
+    multicast = variant.publish == MULTICAST
+    assert count(r"multimem\.st\.relaxed\.sys\.global\.v4\.bf16x2", body) == routed * multicast
+    assert count(r"multimem\.", body) == routed * multicast
+    publishes = scattered + routed * (0 if multicast else variant.tp)
+    rearms = taken * variant.tp
+    assert count(r"st\.relaxed\.sys\.global\.v4\.u32", body) == publishes + rearms
+    assert count(r"ld\.relaxed\.sys\.global\.v4\.u32", body) == taken * variant.tp
+    # No vector is read or written in a way that a peer could miss or a cache could keep.
+    assert not re.search(r"ld\.(volatile|global\.nc)|st\.volatile|ld\.global\.ca", body)
+
+
+@every(CHOSEN)
+def test_chosen(variant):
+    check(variant)
+
+
+@every(CHOSEN)
+def test_target(variant):
+    """Compiled for the arch as named: the plain one where the name has no suffix."""
+    ptx = compiled(variant).ptx
+    assert re.search(r"^\.target (\S+)", ptx, re.MULTILINE)[1] == variant.arch
+    if variant.arch == "sm_90":  # appeared with sm_100
+        assert not re.search(r"red\.async|tcgen05|\.explicitcluster", ptx)
+
+
+def test_the_same_source_gives_the_same_bytes():
+    variant = CHOSEN[0]
+    assert export.compile_variant(variant).cubin == compiled(variant).cubin
+
+
+def test_rank_ordered_sum_starts_from_plus_zero():
+    """The compiler must not fold 0 + x, which would let -0 through."""
+    for body in bodies(CHOSEN[0]).values():
+        assert count(r"add\.(rn\.)?f32 \S+, \S+, 0f00000000", body) >= 2 * 8
+
+
+@pytest.mark.long
+@every(MATRIX)
+def test_matrix(variant):
+    check(variant)
+    compiled.cache_clear()
