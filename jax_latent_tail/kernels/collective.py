@@ -210,6 +210,12 @@ class Tail:
             wave = wave + 1
         self.leave(call, role, failed)
 
+    def at_home(self, call):
+        """The same, but the compiler may not compute what follows from it ahead of the token loop:
+        it would for both roles, while no load is under way yet, and run out of registers later."""
+        names = ("tidx", "cta", "owner", "rank")
+        return dataclasses.replace(call, **{n: ptx.opaque(getattr(call, n)) for n in names})
+
     # ---- the two roles
 
     @cute.jit
@@ -218,6 +224,7 @@ class Tail:
         token, wave, last, failed,
     ):  # fmt: skip
         """One token of the routed role. Returns `failed`, now zero or nonzero in all the cluster."""
+        call = self.at_home(call)
         header = self.row_vectors  # the vector after the row
         owned = self._owned(self.row_vectors + 1)
         # All loads go out before the first of them is used.
@@ -318,6 +325,7 @@ class Tail:
     @cute.jit
     def reduce_scatter(self, call, shared, shard, token, wave, last, failed):
         """One token of the shared role. Returns `failed`, right in the CTAs that store."""
+        call = self.at_home(call)
         # To scatter: the whole row, then a header for each rank.
         scattered = self._owned(self.hidden_vectors + self.tp)
         status, workspace, generation = self.enter(call, abi.SHARED, token)
@@ -425,7 +433,11 @@ class Tail:
                 for word in ptx.load_vector(address):
                     weight_words += [ptx.low(word), ptx.high(word)]
             expert_rows = [Int32(word) for word in index_words]
-            self.accumulate(sums, rows + offset, expert_rows, weight_words, permuted_rows)
+            for group in cutlass.range_constexpr(0, slots, 8):
+                self.accumulate(
+                    sums, rows + offset, expert_rows[group : group + 8],
+                    weight_words[group : group + 8], permuted_rows,
+                )  # fmt: skip
         else:
             slot = Int32(0)
             while slot < top_k:

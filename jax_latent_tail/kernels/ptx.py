@@ -315,6 +315,12 @@ def trailing_zeros(word: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def opaque(value: Int32, *, loc=None, ip=None) -> Int32:
+    """The value, of which the compiler knows nothing and which it does not move."""
+    return Int32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,r", loc, ip))
+
+
+@dsl_user_op
 def is_nan(value: Float32, *, loc=None, ip=None) -> Uint32:
     """1 for a NaN."""
     text = "{.reg .pred p; testp.notanumber.f32 p, $1; selp.b32 $0, 1, 0, p;}"
