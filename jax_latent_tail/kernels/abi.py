@@ -93,7 +93,10 @@ class Control(ctypes.Structure):
     """The head of the control block; generation words follow at `GENERATIONS_OFFSET`."""
 
     _fields_ = [
-        ("broken", ctypes.c_uint32),  # nonzero: failed. Own kernels, peers' kernels and the host set it
+        (
+            "broken",
+            ctypes.c_uint32,
+        ),  # nonzero: failed. Set by own and peers' kernels and the host
         ("closed", ctypes.c_uint32),  # nonzero: the communicator is gone. Only the host sets it
         ("workspace", ctypes.c_uint64),  # this rank's workspace; one load with the two words above
         ("multicast", ctypes.c_uint64),  # the group's multicast mapping of all workspaces, or 0
@@ -140,9 +143,7 @@ class Record(ctypes.Structure):
         )
         if self.code == DEADLINE:
             what = ("payload", "header")[self.wait]
-            return (
-                f"no {what} from ranks {ranks} within {self.waited_ns / 1e9:.3f} s ({where})"
-            )
+            return f"no {what} from ranks {ranks} within {self.waited_ns / 1e9:.3f} s ({where})"
         if self.code == MISMATCH:
             return (
                 f"ranks {ranks} made a different call: {HEADER_FIELDS[self.field]} is "
@@ -155,8 +156,10 @@ GENERATIONS_OFFSET = ctypes.sizeof(Control)
 
 
 def _check_layout():
-    assert ctypes.sizeof(LaunchParams) == 104 and LaunchParams.eps.offset == 96
-    assert Control.peer_workspace.offset == 128 and GENERATIONS_OFFSET == 512
+    assert ctypes.sizeof(LaunchParams) == 104
+    assert LaunchParams.eps.offset == 96
+    assert Control.peer_workspace.offset == 128
+    assert GENERATIONS_OFFSET == 512
     assert ctypes.sizeof(Record) == 64
 
 

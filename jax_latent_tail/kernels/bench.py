@@ -31,6 +31,7 @@ from jax_latent_tail.kernels.variant import KernelVariant
 LATENT, HIDDEN = 3584, 7168
 RANKS = (2, 4, 8)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+MAX_TOKENS = 128
 CALLS = 100  # in one graph
 REPLAYS = 5  # in one round
 ROUNDS = 20
@@ -79,7 +80,9 @@ class Case:
 def cases(tokens, top_k: int, all_geometries: bool) -> list[Case]:
     """In the order of measuring; fused and unguarded next to each other."""
     columns = ("fused", "unguarded", "floor", "separate", "routed", "shared")
-    wanted = [Case(c, m, top_k) for m in tokens for c in columns if not (top_k and c == "unguarded")]
+    wanted = [
+        Case(c, m, top_k) for m in tokens for c in columns if not (top_k and c == "unguarded")
+    ]
     if all_geometries:
         wanted += [Case("fused", m, top_k, index) for m in tokens for index in (0, 1)]
     return wanted
@@ -191,7 +194,7 @@ class Bench:
             for _ in range(ROUNDS):
                 for position, of_case in enumerate(graphs):
                     rounds[position].append(self._round(of_case))
-            results += zip(turn, rounds)
+            results += zip(turn, rounds, strict=False)
         failed = [rank.record.describe() for rank in self.ranks if rank.record.code]
         if failed:
             raise RuntimeError(failed[0])
@@ -213,7 +216,7 @@ def _worker(peers, folder, wanted, max_tokens):
     return results
 
 
-def measure_streams(tp: int, folder, wanted, max_tokens=max(TOKENS)):
+def measure_streams(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
     """Ranks as streams of this process: [(case, rounds)]."""
 
     def connect(ranks):
@@ -224,7 +227,7 @@ def measure_streams(tp: int, folder, wanted, max_tokens=max(TOKENS)):
     return bench.measure(wanted)
 
 
-def measure_mps(tp: int, folder, wanted, max_tokens=max(TOKENS)):
+def measure_mps(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
     """Ranks as processes under MPS: [(case, rounds)], of each round the slowest rank."""
     from jax_latent_tail.kernels import processes
 
@@ -268,7 +271,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jax_latent_tail.kernels.bench", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--compile", type=pathlib.Path, metavar="DIR", help="compile only, into DIR")
+    parser.add_argument(
+        "--compile", type=pathlib.Path, metavar="DIR", help="compile only, into DIR"
+    )
     parser.add_argument("--arch", default="sm_90", help="with --compile")
     parser.add_argument("--cubins", type=pathlib.Path, metavar="DIR")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())

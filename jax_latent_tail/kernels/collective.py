@@ -1,7 +1,8 @@
 """The fused kernel: all-reduce + RMSNorm of one partial row, reduce-scatter of another.
 
 Each rank launches it once per call. A cluster serves one token of one role, *routed* (all-reduce
-and norm of L columns) or *shared* (reduce-scatter of H columns), and then strides on by gridDim.x:
+and norm of L columns) or *shared* (reduce-scatter of H columns), and then strides on by
+gridDim.x:
 
     routed:  contribution -> publish to every peer -> wait -> sum in rank order -> norm -> store
     shared:  scatter to the peers                  -> wait -> sum in rank order         -> store
@@ -16,8 +17,8 @@ source rank. A *word* is 32 bits; the *sentinel* S = 0x80000000 means "not arriv
 One call, for one token, on rank r:
 
  1. read g;
- 2. publish: store the words of r's row (an S in it replaced by +0,+0) into slot r of buffer g & 1 of
-    every peer, and after them a 16-byte header (call hash, M, g, 0);
+ 2. publish: store the words of r's row (an S in it replaced by +0,+0) into slot r of buffer g & 1
+    of every peer, and after them a 16-byte header (call hash, M, g, 0);
  3. wait: poll the slots of buffer g & 1 until no word is S; *re-arm*: store S into the words just
     read; compare the headers with r's own;
  4. exchange a word among all warps of the cluster, each after its step 3;
@@ -25,54 +26,58 @@ One call, for one token, on rank r:
 
 Obligations, and why they hold:
 
- *No word is taken early, twice or torn.* A word is either S or of the current call. Vectors may tear
- between words, never within one, and every word is tested. Own slots of the routed role are never
- polled: the rank uses its registers.
+ *No word is taken early, twice or torn.* A word is either S or of the current call. Vectors may
+ tear between words, never within one, and every word is tested. Own slots of the routed role are
+ never polled: the rank uses its registers.
 
- *Two buffers suffice.* Let a peer publish generation g + 2 of a token, into the buffer that g used.
- Its call of generation g + 1 is complete, since kernels on one stream do not overlap (with PDL,
- `griddepcontrol.wait` comes before everything). So it had this rank's words of g + 1, which this rank
- published in a kernel that followed, in the same way, the kernel of g with all its re-arming. So the
- re-arming of g is performed before a word of g + 2 arrives. M may change from call to call: the
- argument is about one token, whose generations count only the calls that served it. A peer is at
- most one generation ahead, and that one fills the other buffer.
+ *Two buffers suffice.* Let a peer publish generation g + 2 of a token, into the buffer that g
+ used. Its call of generation g + 1 is complete, since kernels on one stream do not overlap (with
+ PDL, `griddepcontrol.wait` comes before everything). So it had this rank's words of g + 1, which
+ this rank published in a kernel that followed, in the same way, the kernel of g with all its re-
+ arming. So the re-arming of g is performed before a word of g + 2 arrives. M may change from call
+ to call: the argument is about one token, whose generations count only the calls that served it.
+ A peer is at most one generation ahead, and that one fills the other buffer.
 
  *The generation is read before it is advanced.* All threads of the cluster read it; the advancing
  thread stores only after the exchange, to which every warp contributes after reading.
 
- *Order between words is never used*, so publishing and polling are relaxed. They are `.sys` strong
- accesses: performed at the memory of the rank that owns the workspace, never in an L1 cache.
+ *Order between words is never used*, so publishing and polling are relaxed. They are `.sys`
+ strong accesses: performed at the memory of the rank that owns the workspace, never in an L1
+ cache.
 
  *Multicast.* The routed row is stored once, by `multimem.st` through the multicast mapping, while
- polling and re-arming use the unicast mapping of the same memory. Accesses to one location through
- two mappings need more than program order, and get it: between this rank's re-arming of g (unicast)
- and a peer's store of g + 2 (multicast) lie the end of this rank's kernel, which performs its stores,
- the observation of g + 1 by the peer, and the start of a kernel there. Between the peer's store and
- the poll that sees it no order is needed, since the poll repeats until it sees it. The store also
- writes the rank's own slot, at any time until that kernel ends; that slot is never polled. An
- ordinary store through a multicast mapping is undefined; there is none.
+ polling and re-arming use the unicast mapping of the same memory. Accesses to one location
+ through two mappings need more than program order, and get it: between this rank's re-arming of g
+ (unicast) and a peer's store of g + 2 (multicast) lie the end of this rank's kernel, which
+ performs its stores, the observation of g + 1 by the peer, and the start of a kernel there.
+ Between the peer's store and the poll that sees it no order is needed, since the poll repeats
+ until it sees it. The store also writes the rank's own slot, at any time until that kernel ends;
+ that slot is never polled. An ordinary store through a multicast mapping is undefined; there is
+ none.
 
  *Every wait is bounded and failure is sticky.* A wait ends with its words, or when it has lasted
- `Control.deadline_ns`, or when `Control.broken` is set. Who fails first takes the record, sets its
- own and its peers' `broken`. `broken` is read on entry and every `PATIENCE` failed polls. A thread
- that has failed publishes nothing and waits for nothing any more, in later tokens and calls too; its
- word in the exchange is `POISON`, so the cluster's whole row becomes NaN, its generation stays, and
- all its threads have then failed. Without the stickiness a late peer's words would be taken by a
- later call. Only a collective reset repairs it (`abi.py`).
- The exchange itself needs no bound: it is between warps of one cluster, resident together, each of
- which contributes exactly once a token whatever happened to it.
+ `Control.deadline_ns`, or when `Control.broken` is set. Who fails first takes the record, sets
+ its own and its peers' `broken`. `broken` is read on entry and every `PATIENCE` failed polls. A
+ thread that has failed publishes nothing and waits for nothing any more, in later tokens and
+ calls too; its word in the exchange is `POISON`, so the cluster's whole row becomes NaN, its
+ generation stays, and all its threads have then failed. Without the stickiness a late peer's
+ words would be taken by a later call. Only a collective reset repairs it (`abi.py`). The exchange
+ itself needs no bound: it is between warps of one cluster, resident together, each of which
+ contributes exactly once a token whatever happened to it.
 
- *Disagreement is caught.* The header is the vector after the row, published, polled and re-armed like
- it. One with another hash, M or generation poisons the row. A swapped or missing call of identical
- signature cannot be seen; a surplus call ends at its deadline.
+ *Disagreement is caught.* The header is the vector after the row, published, polled and re-armed
+ like it. One with another hash, M or generation poisons the row. A swapped or missing call of
+ identical signature cannot be seen; a surplus call ends at its deadline.
 
- *A closed communicator* (`Control.closed`) takes the same way as a failed one, so the kernel touches
- nothing but its inputs, its outputs and the control block.
+ *A closed communicator* (`Control.closed`) takes the same way as a failed one, so the kernel
+ touches nothing but its inputs, its outputs and the control block.
 
-Clusters that wait for each other (all ranks' clusters of one call) must be resident together or wait
-only for earlier ones: `geometry.token_ctas` sees to that. The trigger for PDL successors is compiled
-only on demand: successors occupy SMs while we wait, and ranks that share a GPU starve each other.
-"""
+Clusters that wait for each other (all ranks' clusters of one call) must be resident together or
+wait only for earlier ones: `geometry.token_ctas` sees to that. The trigger for PDL successors is
+compiled only on demand: successors occupy SMs while we wait, and ranks that share a GPU starve
+each other."""
+
+# ruff: noqa: SIM102 - conditions on run-time values; `and` would evaluate both sides
 
 import dataclasses
 
@@ -84,7 +89,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from jax_latent_tail.kernels import abi, ptx
 from jax_latent_tail.kernels.abi import Control, Record
 from jax_latent_tail.kernels.geometry import VECTOR, VECTOR_BYTES, WARP, Geometry, entries
-from jax_latent_tail.kernels.variant import ANY_TOP_K, MULTICAST, WIDE_TOP_K, KernelVariant
+from jax_latent_tail.kernels.variant import MULTICAST, WIDE_TOP_K, KernelVariant
 
 # Failed polls between two looks at the clock and the status: some 50-100 us.
 PATIENCE = 256
@@ -134,9 +139,9 @@ class Tail:
     """The kernel of one variant in one geometry.
 
     Thread g of the cluster owns the 16-byte vectors g, g + lanes, g + 2 * lanes, ... of a row.
-    `failed` is a thread's nonzero word once it takes no further part, see the protocol: what it found
-    itself (`failure`), or TOLD. Failures are put on record in one place, away from the fast path, whose
-    instructions should be few and in a row: a kernel this short waits for each jump to new code.
+    `failed` is a thread's nonzero word once it takes no further part, see the protocol: what it
+    found itself (`failure`), or TOLD. Failures are put on record in one place, away from the fast
+    path: the code of a kernel this short is cold, and each jump to new code is waited for.
     """
 
     def __init__(self, variant: KernelVariant, geometry: Geometry):
@@ -158,11 +163,12 @@ class Tail:
 
     @cute.kernel
     def kernel(
-        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64, shared: Int64,
-        shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32, permuted_rows: Int32,
-        top_k: Int32, rank: Int32, roles: Int32, channel: Int32, call_hash: Uint32, eps: Float32,
+        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64,
+        shared: Int64, shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32,
+        permuted_rows: Int32, top_k: Int32, rank: Int32, roles: Int32, channel: Int32,
+        call_hash: Uint32, eps: Float32,
     ):  # fmt: skip
-        """Parameters: `abi.LaunchParams`. Grid (token CTAs, cluster, roles), cluster (1, cluster, 1)."""
+        """Parameters: `abi.LaunchParams`. Grid (token CTAs, cluster, roles)."""
         tidx, _, _ = cute.arch.thread_idx()
         token, _, role = cute.arch.block_idx()
         stride, _, _ = cute.arch.grid_dim()
@@ -223,7 +229,7 @@ class Tail:
         self, call, rows, weights, indices, permuted_rows, top_k, gamma, eps, latent,
         token, wave, last, failed,
     ):  # fmt: skip
-        """One token of the routed role. Returns `failed`, now zero or nonzero in all the cluster."""
+        """One token of the routed role. Returns `failed`, now alike in the whole cluster."""
         call = self.at_home(call)
         header = self.row_vectors  # the vector after the row
         owned = self._owned(self.row_vectors + 1)
@@ -481,7 +487,7 @@ class Tail:
     def tree_sum(self, terms):
         """Their sum, in the order with the shortest chain of additions."""
         while len(terms) > 1:
-            pairs = [a + b for a, b in zip(terms[::2], terms[1::2])]
+            pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
             terms = pairs + terms[2 * len(pairs) :]
         return terms[0]
 
@@ -556,8 +562,8 @@ class Tail:
     ):  # fmt: skip
         """Wait for one vector from each rank in the bit set `sources`, then re-arm them.
 
-        words[p] becomes the vector at address + p * pitch for p in `sources`; the others, which must
-        not hold a sentinel, stay. Headers must all be this call's own. Returns `failed`.
+        words[p] becomes the vector at address + p * pitch for p in `sources`; the others, which
+        must not hold a sentinel, stay. Headers must all be this call's own. Returns `failed`.
         """
         if failed != 0:
             sources = Uint32(0)
@@ -714,7 +720,7 @@ class Tail:
 
     @cute.jit
     def report(self, call, role, token, failed):
-        """If this thread found a failure itself: claim the record, fail this rank, tell the peers."""
+        """If this thread found a failure: claim the record, fail this rank, tell the peers."""
         cause = failed & Uint32(3)
         if (cause == abi.DEADLINE) | (cause == abi.MISMATCH):
             if ptx.claim(call.control + Control.claimed.offset) == 0:
@@ -739,19 +745,27 @@ class Tail:
             if (closed == 0) & ((broken & Uint32(0xFF)) == abi.TOLD):
                 if ptx.claim(call.control + Control.claimed.offset) == 0:
                     teller = Uint32(1) << (broken >> Uint32(8))
-                    self.write_record(call, role, Int32(0), failure(Uint32(abi.TOLD), False, teller))
+                    self.write_record(
+                        call, role, Int32(0), failure(Uint32(abi.TOLD), False, teller)
+                    )
 
     @cute.jit
     def write_record(self, call, role, token, failed):
         """Everything but the failure word itself is as it was: nothing was re-armed or advanced."""
-        cause, wait, ranks = failed & Uint32(3), failed >> Uint32(2) & Uint32(1), failed >> Uint32(8)
+        cause, wait, ranks = (
+            failed & Uint32(3),
+            failed >> Uint32(2) & Uint32(1),
+            failed >> Uint32(8),
+        )
         generation = ptx.load_shared_word(self.generation_address(call, role, token))
         field, got, expected = Uint32(0), Uint32(0), Uint32(0)
         if cause == abi.MISMATCH:
             first = Int32(ptx.trailing_zeros(ranks))
             place = first * self.slots.routed_pitch + self.row_bytes
             if role == abi.SHARED:
-                place = first * self.slots.shared_pitch + self.shard_bytes + self.slots.shared_offset
+                place = (
+                    first * self.slots.shared_pitch + self.shard_bytes + self.slots.shared_offset
+                )
             workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
             header = workspace + self.slot(call, token, generation) + Int64(place)
             ours = self.header_words(call, generation)
@@ -800,9 +814,10 @@ class TailModule:
 
     @cute.jit
     def __call__(
-        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64, shared: Int64,
-        shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32, permuted_rows: Int32,
-        top_k: Int32, rank: Int32, roles: Int32, channel: Int32, call_hash: Uint32, eps: Float32,
+        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64,
+        shared: Int64, shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32,
+        permuted_rows: Int32, top_k: Int32, rank: Int32, roles: Int32, channel: Int32,
+        call_hash: Uint32, eps: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """Makes the compiler emit the kernels; never called, the product launches the cubin."""

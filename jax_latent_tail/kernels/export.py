@@ -101,7 +101,9 @@ def export(
         max_workers=jobs, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         running = [pool.submit(_compile_into, out, variant) for variant in missing]
-        for done in _with_progress(concurrent.futures.as_completed(running), len(running), progress):
+        for done in _with_progress(
+            concurrent.futures.as_completed(running), len(running), progress
+        ):
             entry = done.result()
             entries[entry["key"]] = entry
     store.write_manifest(out, entries)

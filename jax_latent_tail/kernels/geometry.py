@@ -31,7 +31,8 @@ class Geometry:
     threads: int
 
     def __post_init__(self):
-        assert self.cluster in (1, 2, 4, 8) and self.threads % WARP == 0
+        assert self.cluster in (1, 2, 4, 8)
+        assert self.threads % WARP == 0
         assert WARP <= self.threads <= MAX_THREADS
 
     @property

@@ -7,6 +7,7 @@ Every rank's clusters must be resident together, so grids are capped by `geometr
 all ranks on one device.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -104,10 +105,8 @@ class Buffer:
             self.address = 0
 
     def __del__(self):
-        try:
+        with contextlib.suppress(Exception):  # the interpreter or the context is going away
             self.free()
-        except Exception:  # the interpreter or the context is going away
-            pass
 
 
 def _config(grid, kernel: store.KernelEntry, stream=0, pdl: bool = False):
@@ -148,9 +147,15 @@ class Loaded:
             for kernel in cubin.kernels
         ]
 
-    @functools.cache
+        self.resident: dict[int, int] = {}
+
     def active_clusters(self, index: int) -> int:
         """Clusters of kernel `index` that an otherwise empty GPU holds."""
+        if index not in self.resident:
+            self.resident[index] = self._ask_for_active_clusters(index)
+        return self.resident[index]
+
+    def _ask_for_active_clusters(self, index: int) -> int:
         config = _config((1, 1), self.cubin.kernels[index])
         return call(driver.cuOccupancyMaxActiveClusters, self.functions[index], config)
 
@@ -243,7 +248,7 @@ class Rank:
         return self.memory.address + self.workspace_offset
 
     def connect(self, peers: list[int]) -> None:
-        """Give the addresses of every rank's `memory` as mapped here, and write the control block."""
+        """Take the addresses of every rank's `memory` as mapped here; write the control block."""
         self.peers = list(peers)
         self.clear()
 

@@ -47,7 +47,7 @@ def load_vector(address: Int64, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_row_vector(address: Int64, index: Int32, rows: Int32, *, loc=None, ip=None):
-    """Four words of row `index` of `rows`: zeros if index < 0, NaNs if index >= rows, unread both."""
+    """Four words of row `index`; unread, zeros if index < 0, NaNs if index >= rows."""
     text = (
         "{.reg .pred in, over; .reg .b32 fill;"
         " setp.lt.u32 in, $5, $6;"
@@ -72,7 +72,9 @@ def load_half(address: Int64, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def store_vector(address: Int64, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None):
+def store_vector(
+    address: Int64, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None
+):
     """Four words of an output."""
     text = "st.global.v4.u32 [$0], {$1,$2,$3,$4};"
     _asm(None, [address, w0, w1, w2, w3], text, "l,r,r,r,r", loc, ip)
@@ -88,7 +90,15 @@ def store_word(address: Int64, value: Uint32, *, loc=None, ip=None):
 
 @dsl_user_op
 def poll_vector(
-    address: Int64, active: Uint32, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None
+    address: Int64,
+    active: Uint32,
+    w0: Uint32,
+    w1: Uint32,
+    w2: Uint32,
+    w3: Uint32,
+    *,
+    loc=None,
+    ip=None,
 ):
     """Four words as they are in memory now; w0..w3 unread where `active` is zero."""
     text = (
@@ -111,18 +121,27 @@ def rearm_vector(address: Int64, active: Uint32, *, loc=None, ip=None):
 
 @dsl_user_op
 def publish_vector(
-    address: Int64, active: Uint32, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None
+    address: Int64,
+    active: Uint32,
+    w0: Uint32,
+    w1: Uint32,
+    w2: Uint32,
+    w3: Uint32,
+    *,
+    loc=None,
+    ip=None,
 ):
     """Four words into one peer's workspace; nothing where `active` is zero."""
     text = (
-        "{.reg .pred p; setp.ne.u32 p, $1, 0;"
-        " @p st.relaxed.sys.global.v4.u32 [$0], {$2,$3,$4,$5};}"
+        "{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.relaxed.sys.global.v4.u32 [$0], {$2,$3,$4,$5};}"
     )
     _asm(None, [address, active, w0, w1, w2, w3], text, "l,r,r,r,r,r", loc, ip)
 
 
 @dsl_user_op
-def multicast_vector(address: Int64, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None):
+def multicast_vector(
+    address: Int64, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip=None
+):
     """Four words into every rank's workspace, through the multicast mapping only."""
     text = "multimem.st.relaxed.sys.global.v4.bf16x2 [$0], {$1,$2,$3,$4};"
     _asm(None, [address, w0, w1, w2, w3], text, "l,r,r,r,r", loc, ip)
@@ -212,8 +231,7 @@ def barrier_expect(barrier: Int32, count: Int32, *, loc=None, ip=None):
 def barrier_wait(barrier: Int32, parity: Int32, *, loc=None, ip=None):
     """Wait for the phase. Bounded: the cluster's warps all send, whatever happened to them."""
     text = (
-        "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
-        " @!p bra WAIT;}"
+        "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT;}"
     )
     _asm(None, [barrier, parity], text, "r,r", loc, ip)
 
@@ -265,7 +283,6 @@ def any_lane(flag: Uint32, *, loc=None, ip=None) -> Uint32:
         " selp.b32 $0, 1, 0, q;}"
     )
     return Uint32(_asm(T.i32(), [flag], text, "=r,r", loc, ip))
-
 
 
 # ---- words and numbers

@@ -4,9 +4,10 @@ A folder of cubins holds KEY.cubin files and their manifest, one JSON object:
 
     {"format": 1, "cubins": {KEY: entry}}
 
-with entries as `export` writes them. In the cache each KEY has a KEY.json of its own with one entry,
-so that processes need not agree on a common file. Everything is written to a temporary file and
-renamed; a cubin is used only if its size, hash, ABI version, parameter layout and source hash fit.
+with entries as `export` writes them. In the cache each KEY has a KEY.json of its own with one
+entry, so that processes need not agree on a common file. Everything is written to a temporary file
+and renamed; a cubin is used only if its size, hash, ABI version, parameter layout and source hash
+fit.
 """
 
 import contextlib
@@ -216,7 +217,7 @@ def require_compiler(variant: KernelVariant, refused: list[str] = ()) -> None:
     looked = "".join(f"\n  {reason}" for reason in refused)
     raise UnavailableError(
         f"no kernel for {variant.key}, and nvidia-cutlass-dsl, which compiles it, is not installed."
-        f' Install it with: pip install "jax-latent-tail[export]". Or compile on another machine with:'
+        f' Install it with: pip install "jax-latent-tail[export]". Or compile on another machine:'
         f" python -m jax_latent_tail.kernels.export --spec {variant.key} --out DIR, and set"
         f" {FOLDER_VARIABLE}=DIR here." + (f" Looked in:{looked}" if looked else "")
     )

@@ -140,7 +140,9 @@ def make(
         # What is skipped must not leak: NaN weights there, and a row of NaN that nobody names.
         weights = np.where(skip, np.uint16(0x7FC0), weights)
         rows[:, -1] = 0x7FC0
-        contributions = np.stack([finalize(*of) for of in zip(rows, weights, indices)])
+        contributions = np.stack(
+            [finalize(*of) for of in zip(rows, weights, indices, strict=False)]
+        )
     else:
         rows = contributions = draw(rng, (tp, tokens, latent), kind)
     return Data(

@@ -5,8 +5,8 @@ one rank, whose own words go to stand-ins for the peers' workspaces. No pytest: 
 compute-sanitizer --tool T python kernel_sanitize.py.
 """
 
-import numpy as np
 import kernel_oracle as oracle
+import numpy as np
 
 from jax_latent_tail.kernels import abi, harness, store
 from jax_latent_tail.kernels.variant import KernelVariant, arch_for
@@ -36,7 +36,10 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
     contributions = data.rows
     if top_k:
         contributions = np.stack(
-            [oracle.finalize(*of) for of in zip(data.rows, data.weights, data.indices)]
+            [
+                oracle.finalize(*of)
+                for of in zip(data.rows, data.weights, data.indices, strict=False)
+            ]
         )
     layout = abi.Slot(tp, latent, hidden)
     width = variant.shard
@@ -47,7 +50,9 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
         "weights": data.weights[rank] if top_k else None,
         "indices": data.indices[rank] if top_k else None,
     }
-    buffers = {name: harness.Buffer.of(array) for name, array in inputs.items() if array is not None}
+    buffers = {
+        name: harness.Buffer.of(array) for name, array in inputs.items() if array is not None
+    }
     outputs = [harness.Buffer(2 * MAX_TOKENS * width_) for width_ in (latent, width)]
     for call_number in range(3):
         words = slots(me)
@@ -79,12 +84,15 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
         me.launch(loaded, arguments)
         got = [
             buffer.read(np.uint16, (MAX_TOKENS, columns))
-            for buffer, columns in zip(outputs, (latent, width))
+            for buffer, columns in zip(outputs, (latent, width), strict=False)
         ]
         assert me.record.describe() == "", me.record.describe()
         assert oracle.ulps(got[0], data.latent) <= 1
         np.testing.assert_array_equal(got[1], data.shard[rank])
-    print(f"{variant.key}: rank {rank} of {tp}, {len(loaded.geometries)} geometries: right", flush=True)
+    print(
+        f"{variant.key}: rank {rank} of {tp}, {len(loaded.geometries)} geometries: right",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ Used by ranks as streams (all in one process) and by ranks as processes (one eac
 
 import dataclasses
 
-import numpy as np
 import kernel_oracle as oracle
+import numpy as np
 import pytest
 
 from jax_latent_tail.kernels import abi
 
 pytest.importorskip("cuda.bindings.driver", reason="GPU tests need cuda-bindings")
-from jax_latent_tail.kernels import harness  # noqa: E402
+from jax_latent_tail.kernels import harness
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Step:
     token_ctas: int | None
 
 
-def plan(seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles=None) -> list[Step]:
+def plan(
+    seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles=None
+) -> list[Step]:
     """Calls of 1..max_tokens tokens; small ones as often as large ones."""
     rng = np.random.default_rng(seed)
     steps = []
@@ -35,9 +37,7 @@ def plan(seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles
         first = int(rng.integers(0, max_tokens - tokens + 1))
         role = int(rng.choice(roles or (abi.BOTH_MASK,)))
         ctas = waves[rng.integers(len(waves))]
-        steps.append(
-            Step(int(rng.integers(sets)), first, tokens, role, ctas and min(ctas, tokens))
-        )
+        steps.append(Step(int(rng.integers(sets)), first, tokens, role, ctas and min(ctas, tokens)))
     return steps
 
 

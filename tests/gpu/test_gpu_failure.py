@@ -2,14 +2,16 @@
 
 import time
 
-import numpy as np
 import kernel_oracle as oracle
-import pytest
 import kernel_traffic as traffic
+import numpy as np
+import pytest
 
 from jax_latent_tail.kernels import abi, harness
 
-ROLES = pytest.mark.parametrize("roles", [abi.ROUTED_MASK, abi.SHARED_MASK], ids=["routed", "shared"])
+ROLES = pytest.mark.parametrize(
+    "roles", [abi.ROUTED_MASK, abi.SHARED_MASK], ids=["routed", "shared"]
+)
 DEADLINE_S = 0.05
 
 
@@ -72,12 +74,16 @@ def test_a_missing_rank_is_named(make_group, roles):
             assert record.code == 0
             continue
         assert all_nan(player, step)
-        assert record.code in (abi.DEADLINE, abi.TOLD) and record.rank == player.rank.rank
+        assert record.code in (abi.DEADLINE, abi.TOLD)
+        assert record.rank == player.rank.rank
         if record.code == abi.DEADLINE:
             first.append(record)
             assert record.ranks == 1 << 2
-            assert record.role == roles >> 1 and record.token < 3 and record.tokens == 3
-            assert record.generation == 0 and record.waited_ns >= DEADLINE_S * 1e9
+            assert record.role == roles >> 1
+            assert record.token < 3
+            assert record.tokens == 3
+            assert record.generation == 0
+            assert record.waited_ns >= DEADLINE_S * 1e9
             assert record.abi_version == abi.ABI_VERSION
             assert "from ranks [2]" in record.describe()
     assert first
@@ -87,8 +93,9 @@ def test_a_missing_rank_is_named(make_group, roles):
     launch(late, step)
     late.rank.synchronize()
     assert all_nan(late, step)
-    assert late.rank.record.code == abi.TOLD and late.rank.record.ranks & ~0b1011 == 0
-    for player, words in zip(group, before):
+    assert late.rank.record.code == abi.TOLD
+    assert late.rank.record.ranks & ~0b1011 == 0
+    for player, words in zip(group, before, strict=False):
         np.testing.assert_array_equal(player.rank.read_workspace(), words)
     works_after_reset(group)
 
@@ -138,15 +145,16 @@ def test_disagreement_is_caught(make_group, roles, what):
         generations = np.full((1, 2, 8), 2, np.uint32)  # the same buffer, two calls on
         harness.write_generations(group[1].rank, generations)
     started = time.monotonic()
-    for player, step, change in zip(group, steps, changes):
+    for player, step, change in zip(group, steps, changes, strict=False):
         launch(player, step, **change)
-    for player, step in zip(group, steps):
+    for player, step in zip(group, steps, strict=False):
         player.rank.synchronize()
         assert all_nan(player, step)
     assert time.monotonic() - started < 1.0, "found out by the header, not by the deadline"
     records = [player.rank.record for player in group]
     found = [record for record in records if record.code == abi.MISMATCH]
-    assert found and all(record.code in (abi.MISMATCH, abi.TOLD) for record in records)
+    assert found
+    assert all(record.code in (abi.MISMATCH, abi.TOLD) for record in records)
     for record in found:
         assert record.ranks == 1 << (1 - record.rank)
         assert abi.HEADER_FIELDS[record.field] == what
@@ -184,7 +192,8 @@ def test_broken_by_the_host(make_group):
     launch(group[0], step)
     group[0].rank.synchronize()
     assert all_nan(group[0], step)
-    assert group[0].rank.record.code == abi.TOLD and group[0].rank.record.ranks == 0b10
+    assert group[0].rank.record.code == abi.TOLD
+    assert group[0].rank.record.ranks == 0b10
     assert (group[1].rank.read_workspace() == abi.SENTINEL).all()
     works_after_reset(group)
 

@@ -3,10 +3,10 @@
 import hashlib
 import time
 
-import numpy as np
 import kernel_oracle as oracle
-import pytest
 import kernel_traffic as traffic
+import numpy as np
+import pytest
 
 from jax_latent_tail.kernels import abi, harness, processes, store
 from jax_latent_tail.kernels.variant import KernelVariant, arch_for
@@ -59,7 +59,7 @@ def daemon():
 
 
 @pytest.mark.parametrize(
-    "tp, top_k, fp32_internal, calls",
+    ("tp", "top_k", "fp32_internal", "calls"),
     [(2, 0, False, 1000), (4, 0, False, 1000), (8, 0, False, 1000), (4, 8, True, 200)],
 )
 def test_random_calls(daemon, tp, top_k, fp32_internal, calls):
@@ -100,6 +100,7 @@ def dying(peers):
 
 def test_a_missing_process(daemon):
     (nan0, record0), (nan1, record1) = processes.run(2, dying, environment=daemon)
-    assert nan0 and nan1
+    assert nan0
+    assert nan1
     assert "from ranks [1]" in record0
     assert "ranks [0] failed and told this one" in record1

@@ -2,10 +2,10 @@
 
 import time
 
-import numpy as np
 import kernel_oracle as oracle
-import pytest
 import kernel_traffic as traffic
+import numpy as np
+import pytest
 
 from jax_latent_tail.kernels import abi, geometry, harness
 
@@ -57,7 +57,7 @@ def test_random_calls(device, load, tp, fp32_internal):
     play(group, traffic.plan(tp, calls, len(oracle.CLASSES), MAX_TOKENS, waves, roles))
 
 
-@pytest.mark.parametrize("tp, top_k", [(8, 16), (4, 8), (2, 16), (8, 5)])
+@pytest.mark.parametrize(("tp", "top_k"), [(8, 16), (4, 8), (2, 16), (8, 5)])
 def test_finalize(device, load, tp, top_k):
     loaded = load(tp, top_k=top_k if top_k in (8, 16) else -1)
     group = players(device, loaded, sets_of(tp, loaded.variant, top_k, ("normal", "spread")), top_k)
@@ -86,8 +86,15 @@ def test_finalize_reads_no_row_that_is_not_there(device, load, top_k):
 
 
 @pytest.mark.parametrize(
-    "tp, latent, hidden",
-    [(1, 3584, 7168), (3, 8, 24), (3, 1536, 6144), (6, 2048, 5040), (5, 4104, 40), (2, 8192, 16384)],
+    ("tp", "latent", "hidden"),
+    [
+        (1, 3584, 7168),
+        (3, 8, 24),
+        (3, 1536, 6144),
+        (6, 2048, 5040),
+        (5, 4104, 40),
+        (2, 8192, 16384),
+    ],
 )
 def test_other_sizes(device, load, tp, latent, hidden):
     loaded = load(tp, latent, hidden)
@@ -95,7 +102,7 @@ def test_other_sizes(device, load, tp, latent, hidden):
     play(group, traffic.plan(3, 64, 2, 33 if latent > 4104 else MAX_TOKENS, (None, 2)))
 
 
-@pytest.mark.parametrize("latent, hidden", [(3584, 0), (0, 7168)])
+@pytest.mark.parametrize(("latent", "hidden"), [(3584, 0), (0, 7168)])
 def test_one_half_alone(device, load, latent, hidden):
     loaded = load(4, latent, hidden)
     role = abi.ROUTED_MASK if latent else abi.SHARED_MASK
@@ -134,7 +141,7 @@ def test_two_channels_at_once(device, load):
     for turn in range(200):
         step = traffic.Step(0, turn % 64, 1 + turn % 16, abi.BOTH_MASK, None)
         for channel in (0, 1):
-            for player, pair in zip(group, streams):
+            for player, pair in zip(group, streams, strict=False):
                 arguments = player.call(step, channel)
                 arguments.channel = channel
                 player.rank.stream = pair[channel]
@@ -155,13 +162,23 @@ def test_graph_replay_with_new_inputs(device, load, tp):
     group = players(device, loaded, sets)
     steps = [
         traffic.Step(0, 0, tokens, abi.BOTH_MASK, ctas)
-        for tokens, ctas in [(1, None), (32, 5), (2, None), (17, 1), (8, None), (33, None), (1, None)]
+        for tokens, ctas in [
+            (1, None),
+            (32, 5),
+            (2, None),
+            (17, 1),
+            (8, None),
+            (33, None),
+            (1, None),
+        ]
     ]
     graphs = []
     for player in group:
+
         def enqueue(player=player):
             for output, step in enumerate(steps):
                 player.launch(step, output)
+
         graphs.append(player.rank.capture(enqueue))
     for turn in range(143):  # 1001 calls
         which = turn % len(sets)
@@ -253,4 +270,5 @@ def test_occupancy_holds_all_ranks(device, load):
                 10**6, roles=2, active_clusters=fits, sm_count=device.sm_count,
                 ranks_on_device=tp, reserved_sms=0,
             )  # fmt: skip
-            assert 1 <= ctas and 2 * tp * ctas <= fits
+            assert ctas >= 1
+            assert 2 * tp * ctas <= fits

@@ -108,8 +108,8 @@ def test_the_default_matrix():
 @pytest.mark.parametrize(
     "change",
     [
-        {"arch": "sm_80"}, {"arch": "hopper"}, {"tp": 0}, {"tp": 17}, {"latent": 12}, {"hidden": 24},
-        {"latent": 0, "hidden": 0}, {"top_k": 5}, {"publish": "broadcast"},
+        {"arch": "sm_80"}, {"arch": "hopper"}, {"tp": 0}, {"tp": 17}, {"latent": 12},
+        {"hidden": 24}, {"latent": 0, "hidden": 0}, {"top_k": 5}, {"publish": "broadcast"},
     ],
     ids=str,
 )  # fmt: skip

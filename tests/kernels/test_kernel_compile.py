@@ -11,7 +11,7 @@ from jax_latent_tail.kernels import abi, geometry
 from jax_latent_tail.kernels.variant import MULTICAST
 
 pytest.importorskip("cutlass", reason="compiling kernels needs the extra `export`")
-from jax_latent_tail.kernels import export  # noqa: E402
+from jax_latent_tail.kernels import export
 
 compiled = functools.cache(export.compile_variant)
 
@@ -43,8 +43,8 @@ def check(variant):
         # The launcher's struct, and the threads that are baked in.
         assert kernel["parameters"] == layout
         assert f".reqntid {shape.threads}, 1, 1" in body
-        # Nothing spills; with 16 expert rows in flight ptxas, aiming at two CTAs an SM, may park four
-        # words of the slow path.
+        # Nothing spills; with 16 expert rows ptxas, aiming at two CTAs an SM, may park four words
+        # of the slow path.
         assert kernel["stack_bytes"] <= (16 if variant.top_k == 16 else 0)
         assert not re.search(r"\b(ld|st)\.local", body)
         assert kernel["registers"] * shape.threads <= 65536
@@ -60,6 +60,7 @@ def check_memory(variant, shape, body):
     assert count("griddepcontrol.launch_dependents", body) == (
         ((variant.latent > 0) + (variant.hidden > 0)) * variant.trigger
     )
+
     # Publishing: routed rows by multimem.st or by one store a peer, never both; the scatter always
     # by one store a vector.
     def owned(vectors):

@@ -83,7 +83,7 @@ def test_a_named_folder_comes_before_the_package(places, made, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    "damage, reason",
+    ("damage", "reason"),
     [
         (lambda data: data[: len(data) // 2], "size"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "SHA-256"),
@@ -99,7 +99,7 @@ def test_damaged_is_refused(places, made, no_compiler, damage, reason):
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    ("change", "reason"),
     [
         ({"abi_version": 0}, "ABI version is 0, not 1"),
         ({"source_hash": "0" * 64}, "source hash is"),
