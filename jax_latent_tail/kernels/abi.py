@@ -155,7 +155,13 @@ class Record(ctypes.Structure):
 GENERATIONS_OFFSET = ctypes.sizeof(Control)
 
 
-def _check_layout():
+def parameter_layout() -> tuple[tuple[int, int], ...]:
+    """(offset, size) in bytes of each kernel parameter."""
+    descriptors = [getattr(LaunchParams, field[0]) for field in LaunchParams._fields_]
+    return tuple((descriptor.offset, descriptor.size) for descriptor in descriptors)
+
+
+def _check_layout() -> None:
     assert ctypes.sizeof(LaunchParams) == 104
     assert LaunchParams.eps.offset == 96
     assert Control.peer_workspace.offset == 128

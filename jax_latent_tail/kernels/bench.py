@@ -7,6 +7,8 @@
 Columns, in microseconds per call:
 
   fused     one launch, both roles
+  pdl       the same, launched with the attribute for programmatic stream serialisation: the next
+            launch is set up while the last call ends (there is no early trigger in the kernel)
   floor     an empty kernel of the same grid
   separate  the two roles as two launches, one after the other
   routed, shared   one role alone
@@ -35,7 +37,7 @@ MAX_TOKENS = 128
 CALLS = 100  # in one graph
 REPLAYS = 5  # in one round
 ROUNDS = 20
-COLUMNS = ("fused", "floor", "separate", "routed", "shared", "unguarded")
+COLUMNS = ("fused", "pdl", "floor", "separate", "routed", "shared", "unguarded")
 
 _UNGUARDED = "unguarded-"
 
@@ -79,7 +81,7 @@ class Case:
 
 def cases(tokens, top_k: int, all_geometries: bool) -> list[Case]:
     """In the order of measuring; fused and unguarded next to each other."""
-    columns = ("fused", "unguarded", "floor", "separate", "routed", "shared")
+    columns = ("fused", "unguarded", "pdl", "floor", "separate", "routed", "shared")
     wanted = [
         Case(c, m, top_k) for m in tokens for c in columns if not (top_k and c == "unguarded")
     ]
@@ -150,6 +152,7 @@ class Bench:
             top_k=case.top_k,
             permuted_rows=rank.max_tokens * 16,
             kernel=case.kernel,
+            pdl=case.column == "pdl",
             **{name: buffer.address for name, buffer in self.buffers[index].items()},
         )
         one = {"routed": [abi.ROUTED_MASK], "shared": [abi.SHARED_MASK]}

@@ -1,5 +1,6 @@
 """What a cubin says about its kernels, read from the ELF file without any CUDA tool."""
 
+import collections.abc
 import dataclasses
 import struct
 
@@ -22,7 +23,7 @@ class KernelInfo:
     stack_bytes: int
 
 
-def _attributes(section: bytes):
+def _attributes(section: bytes) -> collections.abc.Iterator[tuple[int, bytes]]:
     at = 0
     while at + 4 <= len(section):
         form, code, size = struct.unpack_from("<BBH", section, at)
@@ -51,12 +52,12 @@ def _inspect(data: bytes) -> dict[str, KernelInfo]:
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * size) for i in range(count)]
 
-    def content(header):
+    def content(header: tuple[int, ...]) -> bytes:
         if header[4] + header[5] > len(data):
             raise ValueError("not a whole cubin: a section ends beyond the file")
         return data[header[4] : header[4] + header[5]]
 
-    def text(strings, at):
+    def text(strings: bytes, at: int) -> str:
         return strings[at : strings.index(b"\0", at)].decode()
 
     section_names = content(headers[names])
@@ -64,10 +65,11 @@ def _inspect(data: bytes) -> dict[str, KernelInfo]:
     symbols = content(sections[".symtab"])
     symbol_names = content(headers[sections[".symtab"][6]])
 
-    def symbol(index):
+    def symbol(index: int) -> str:
         return text(symbol_names, struct.unpack_from("<I", symbols, index * 24)[0])
 
-    registers, stack = {}, {}
+    registers: dict[str, int] = {}
+    stack: dict[str, int] = {}
     for code, payload in _attributes(content(sections[".nv.info"])):
         if code in (_REGCOUNT, _FRAME_SIZE):
             index, value = struct.unpack("<II", payload)

@@ -18,6 +18,7 @@ import os
 import pathlib
 import tempfile
 import typing
+from collections.abc import Iterable
 
 from jax_latent_tail.kernels import abi, cubin, geometry, store
 from jax_latent_tail.kernels.variant import KernelVariant, default_matrix
@@ -109,7 +110,7 @@ def export(
     store.write_manifest(out, entries)
 
 
-def _with_progress(iterable, total: int, progress: bool):
+def _with_progress(iterable: Iterable, total: int, progress: bool) -> Iterable:
     if not progress:
         return iterable
     import tqdm

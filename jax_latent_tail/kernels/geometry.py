@@ -30,7 +30,7 @@ class Geometry:
     cluster: int
     threads: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert self.cluster in (1, 2, 4, 8)
         assert self.threads % WARP == 0
         assert WARP <= self.threads <= MAX_THREADS

@@ -11,7 +11,6 @@ fit.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -24,6 +23,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 
 from jax_latent_tail.errors import UnavailableError
 from jax_latent_tail.kernels import abi, cubin
@@ -114,7 +114,7 @@ def find(variant: KernelVariant) -> Cubin:
     Raises:
       UnavailableError: none is found and none can be made; names every place and what to do.
     """
-    refused = []
+    refused: list[str] = []
     named = os.environ.get(FOLDER_VARIABLE)
     for folder in ([pathlib.Path(named)] if named else []) + [package_folder()]:
         entry = read_manifest(folder).get(variant.key)
@@ -155,31 +155,29 @@ def _refusal(entry: dict, data: bytes) -> str | None:
     for what, (has, want) in wanted.items():
         if has != want:
             return f"its {what} is {has}, not {want}"
-    layout = tuple(
-        (getattr(abi.LaunchParams, name).offset, ctypes.sizeof(kind))
-        for name, kind in abi.LaunchParams._fields_
-    )
     try:
         kernels = cubin.inspect(data)
     except ValueError as error:
         return str(error)
     for kernel in entry["kernels"]:
         info = kernels.get(kernel["symbol"])
-        if info is None or info.parameters != layout:
+        if info is None or info.parameters != abi.parameter_layout():
             return f"the parameters of {kernel['symbol']} are not those of ABI {abi.ABI_VERSION}"
     return None
 
 
 def load(variant: KernelVariant, entry: dict, path: pathlib.Path) -> Cubin:
     """One named cubin; raises an UnavailableError if it is refused."""
-    refused = []
+    refused: list[str] = []
     found = _load(variant, entry, path, refused)
     if not found:
         raise UnavailableError(f"refused the kernel {refused[-1]}")
     return found
 
 
-def _load(variant, entry, path, refused) -> Cubin | None:
+def _load(
+    variant: KernelVariant, entry: dict | None, path: pathlib.Path, refused: list[str]
+) -> Cubin | None:
     if entry is None:
         refused.append(f"{path.parent}: not there")
         return None
@@ -202,7 +200,7 @@ def _load(variant, entry, path, refused) -> Cubin | None:
     )
 
 
-def _load_cached(variant, folder, refused) -> Cubin | None:
+def _load_cached(variant: KernelVariant, folder: pathlib.Path, refused: list[str]) -> Cubin | None:
     try:
         entry = json.loads((folder / f"{variant.key}.json").read_text())
     except (OSError, ValueError):
@@ -210,7 +208,7 @@ def _load_cached(variant, folder, refused) -> Cubin | None:
     return _load(variant, entry, folder / f"{variant.key}.cubin", refused)
 
 
-def require_compiler(variant: KernelVariant, refused: list[str] = ()) -> None:
+def require_compiler(variant: KernelVariant, refused: Sequence[str] = ()) -> None:
     """Raise an UnavailableError that says what to install, unless the compiler is installed."""
     if importlib.util.find_spec("cutlass") is not None:
         return
@@ -288,7 +286,7 @@ def write_atomically(path: pathlib.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path):
+def _locked(path: pathlib.Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

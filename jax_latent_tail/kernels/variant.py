@@ -41,13 +41,17 @@ class KernelVariant:
     publish: str = UNICAST
     trigger: bool = False
 
-    def __post_init__(self):
-        def need(ok: bool, argument: str, allowed: str):
+    def __post_init__(self) -> None:
+        def need(ok: bool, argument: str, allowed: str) -> None:
             if not ok:
                 raise ArgumentValueError(argument, getattr(self, argument), allowed)
 
         match = re.fullmatch(r"sm_(\d+)[af]?", self.arch)
-        need(bool(match) and int(match[1]) >= 90, "arch", "sm_90 or later, e.g. 'sm_90', 'sm_100f'")
+        need(
+            match is not None and int(match[1]) >= 90,
+            "arch",
+            "sm_90 or later, e.g. 'sm_90', 'sm_100f'",
+        )
         need(1 <= self.tp <= abi.MAX_RANKS, "tp", f"1..{abi.MAX_RANKS}")
         need(self.latent >= 0 and self.latent % 8 == 0, "latent", "a multiple of 8, or 0")
         need(

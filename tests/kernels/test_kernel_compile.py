@@ -1,6 +1,5 @@
 """What the compiler makes of the kernel: parameters, memory traffic, resources. No GPU needed."""
 
-import ctypes
 import functools
 import re
 
@@ -34,14 +33,10 @@ def check(variant):
     entry = compiled(variant).entry
     shapes = geometry.entries(variant.tp, variant.latent, variant.hidden)
     assert len(entry["kernels"]) == len(bodies(variant)) == len(shapes)
-    layout = [
-        [getattr(abi.LaunchParams, name).offset, ctypes.sizeof(kind)]
-        for name, kind in abi.LaunchParams._fields_
-    ]
     for kernel, shape in zip(entry["kernels"], shapes, strict=True):
         body = bodies(variant)[kernel["symbol"]]
         # The launcher's struct, and the threads that are baked in.
-        assert kernel["parameters"] == layout
+        assert kernel["parameters"] == [list(field) for field in abi.parameter_layout()]
         assert f".reqntid {shape.threads}, 1, 1" in body
         # Nothing spills; with 16 expert rows ptxas, aiming at two CTAs an SM, may park four words
         # of the slow path.
