@@ -153,7 +153,7 @@ def _call(
     )
     for name, operand in zip(Operands._fields, operands, strict=True):
         _check_varying(name, operand, axis_name)
-    operands = primitive.unify_varying(axis_name, operands)
+    operands = primitive.vary_over_group(axis_name, operands)
     return _jitted(spec, axis_name, *operands.present())
 
 

@@ -122,11 +122,10 @@ def _scan(
         latent, shard = implementation(spec, _AXIS, operands)
         rows = lax.dynamic_update_slice(operands.rows, latent, (0, 0))
         shared = lax.dynamic_update_slice(operands.shared, shard, (0, 0))
-        operands = operands._replace(rows=rows, shared=shared)
-        return primitive.unify_varying(_AXIS, operands), None
+        return operands._replace(rows=rows, shared=shared), None
 
     def scan(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        operands = primitive.unify_varying(_AXIS, spec.operands(*arrays))
+        operands = primitive.vary_over_group(_AXIS, spec.operands(*arrays))
         operands, _ = lax.scan(layer, operands, length=layers)
         return operands.rows, operands.shared
 

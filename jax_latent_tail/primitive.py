@@ -1,8 +1,7 @@
 """The JAX primitive of the tail: types, batching and lowering.
 
-`bind` is called inside shard_map with operands that `unify_varying` has prepared. The latent
-output loses the group's axes from its varying type, the shard keeps them: so shard_map's check
-accepts `out_specs=P()` for the one and refuses it for the other.
+The latent output loses the group's axes from its varying type, the shard keeps them: so
+shard_map's check accepts `out_specs=P()` for the one and refuses it for the other.
 """
 
 from collections.abc import Sequence
@@ -34,44 +33,40 @@ def varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def unify_varying(axis_name: AxisName, operands: Operands) -> Operands:
-    """Casts the operands to the types that `bind` wants.
-
-    All vary over the axes outside the group over which any of them varies (dp, say), and all but
-    gamma vary over the group. Transposed, the casts are the sums that gradients need.
-    """
+def vary_over_group(axis_name: AxisName, operands: Operands) -> Operands:
+    """Casts the partials of ranks that all hold the same to vary, as summands do."""
     if not varying_axes(lax.axis_index(axis_name)):  # check_vma=False: nothing is typed
         return operands
-    outer = frozenset().union(*map(varying_axes, operands.present())) - set(axis_name)
 
-    def cast(name: str, x: Any) -> Any:
-        if x is None:
-            return None
-        target = outer if name == "gamma" else outer | set(axis_name)
-        return lax.pcast(x, tuple(sorted(target - varying_axes(x))), to="varying")
+    def cast(x: Any) -> Any:
+        missing = tuple(name for name in axis_name if name not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying")
 
-    return Operands(*map(cast, Operands._fields, operands))
+    partials = operands._replace(gamma=None)
+    return jax.tree.map(cast, partials)._replace(gamma=operands.gamma)
 
 
 @latent_tail_p.def_abstract_eval
 def _abstract_eval(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
-    inside = frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
-    columns_and_varying = []
-    if spec.latent_dim is not None:
-        columns_and_varying.append((spec.latent_dim, inside - set(axis_name)))
-    if spec.hidden_dim is not None:
-        columns_and_varying.append((spec.shard_dim, inside))
-    return [
-        tokens.update(
+    def result(tokens: Any, columns: int, varying: frozenset[str]) -> Any:
+        return tokens.update(
             shape=(tokens.shape[0], columns),
             dtype=jnp.dtype(jnp.bfloat16),
             sharding=tokens.sharding.update(spec=P(tokens.sharding.spec[0], None)),
             manual_axis_type=tokens.manual_axis_type.update(varying=varying),
         )
-        for tokens, (columns, varying) in zip(
-            spec.result_tokens(spec.operands(*avals)), columns_and_varying, strict=True
-        )
-    ]
+
+    operands = spec.operands(*avals)
+    results = []
+    if spec.latent_dim is not None:
+        inputs = operands._replace(shared=None).present()
+        varying = frozenset().union(*(x.manual_axis_type.varying for x in inputs))
+        tokens = spec.routed_tokens(operands)
+        results.append(result(tokens, spec.latent_dim, varying - set(axis_name)))
+    if spec.hidden_dim is not None:
+        shared = operands.shared
+        results.append(result(shared, spec.shard_dim, shared.manual_axis_type.varying))
+    return results
 
 
 def _batch(
@@ -100,12 +95,10 @@ def _batch(
         )
     )
 
-    def call(operands: Operands) -> list[jax.Array]:
-        # Under vmap's spmd_axis_name the batched operands alone vary over that axis.
-        return bind(spec, axis_name, unify_varying(axis_name, operands))
-
     if is_batched.gamma:  # rows with different gammas cannot share a call
-        outputs = lax.map(lambda present: call(spec.operands(*present)), stacked.present())
+        outputs = lax.map(
+            lambda arrays: bind(spec, axis_name, spec.operands(*arrays)), stacked.present()
+        )
         return outputs, [0] * len(outputs)
 
     flat = Operands(*(x if x is None else _merge_leading(x) for x in stacked))
@@ -115,7 +108,7 @@ def _batch(
             flat = flat._replace(indices=_merge_leading(_indices_into_merged_rows(stacked)))
         else:
             flat = flat._replace(rows=single.rows)
-    outputs = [y.reshape(size, y.shape[0] // size, y.shape[1]) for y in call(flat)]
+    outputs = [y.reshape(size, y.shape[0] // size, y.shape[1]) for y in bind(spec, axis_name, flat)]
     return outputs, [0] * len(outputs)
 
 

@@ -43,12 +43,11 @@ def _with_auto_axes(implementation: Implementation) -> Implementation:
         explicit = tuple(name for name, axis_type in types if axis_type == AxisType.Explicit)
         if not explicit:
             return implementation(spec, axis_name, operands)
+        tokens = (spec.routed_tokens(operands), operands.shared)
         automatic = jax.sharding.auto_axes(
             lambda *arrays: implementation(spec, axis_name, spec.operands(*arrays)),
             axes=explicit,
-            out_sharding=[
-                P(jax.typeof(x).sharding.spec[0], None) for x in spec.result_tokens(operands)
-            ],
+            out_sharding=[P(jax.typeof(x).sharding.spec[0], None) for x in tokens if x is not None],
         )
         return automatic(*operands.present())
 

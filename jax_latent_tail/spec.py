@@ -74,11 +74,6 @@ class TailSpec:
             names += ("shared",)
         return Operands(**dict(zip(names, arrays, strict=True)))
 
-    def result_tokens(self, operands: Operands) -> list[Any]:
-        """For each result, the operand that has its tokens as rows."""
-        tokens = []
-        if self.latent_dim is not None:
-            tokens.append(operands.rows if self.top_k is None else operands.indices)
-        if self.hidden_dim is not None:
-            tokens.append(operands.shared)
-        return tokens
+    def routed_tokens(self, operands: Operands) -> Any:
+        """The operand with one row per token in the routed half, which expert rows have not."""
+        return operands.rows if self.top_k is None else operands.indices

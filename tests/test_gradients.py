@@ -150,6 +150,23 @@ def test_gradients_over_dp_and_tp():
     assert_close(gradients(mapped, routed, shared, gamma), gradients(dense, routed, shared, gamma))
 
 
+def test_gradients_where_only_the_shared_rows_differ_over_dp():
+    mesh = make_mesh((2, TP), ("dp", "tp"))
+    routed, shared, gamma = inputs()
+    halves = jnp.concatenate([shared, 2 * shared], axis=1)
+
+    def tail(routed, shared, gamma):
+        return latent_tail.fused(routed[0], shared[0], gamma, axis_name="tp", eps=EPS)
+
+    mapped = jax.shard_map(
+        tail,
+        mesh=mesh,
+        in_specs=(P("tp"), P("tp", "dp"), P()),
+        out_specs=(P(), P("dp", "tp")),
+    )
+    assert_close(gradients(mapped, routed, halves, gamma), gradients(dense, routed, halves, gamma))
+
+
 def test_gradient_of_gradient():
     arguments = inputs()
 

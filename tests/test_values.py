@@ -26,7 +26,10 @@ def check_against_oracle(inputs, **options):
     latents, shards = fused(inputs, **options)
     check_ranks_agree(latents)
     expected = oracle.latent(contributions(inputs), inputs.gamma, **options)
-    assert oracle.ulps(latents[0], expected).max(initial=0) <= 1
+    distances = oracle.ulps(latents[0], expected)
+    assert distances.max(initial=0) <= 1
+    # Nearly all are rounded right: a step with another rounding would show in some per cent.
+    assert np.count_nonzero(distances) <= max(1, distances.size // 500)
     check_bits(shards, oracle.shards(inputs.shared))
 
 
@@ -122,19 +125,20 @@ def test_ranks_are_summed_in_ascending_order(num_tokens):
 
 
 def test_squares_are_rounded_to_bf16_only_without_fp32_internal():
-    # 1 + 2^-7 squared needs 15 bits; over 4096 equal columns the rounding shows in the norm.
-    x = bfloat16(1 + 2**-7)
-    inputs = Inputs(
-        shared=np.zeros((1, 1, 8), bfloat16),
-        gamma=np.full(4096, 255, bfloat16),
-        rows=np.full((1, 1, 4096), x),
-    )
-    rounded, exact = (
-        oracle.latent(inputs.rows, inputs.gamma, 1e-6, mode) for mode in (False, True)
-    )
-    assert (rounded != exact).all()
+    inputs = random_inputs(17, 2, 500, 8, 16, draw=normal)
     for fp32_internal in (False, True):
         check_against_oracle(inputs, fp32_internal=fp32_internal)
+    s = oracle.rank_sum(inputs.rows).astype(bfloat16).astype(np.float32)
+    exact_squares = oracle.rms_norm(s, inputs.gamma, 1e-6, True)
+    expected = oracle.latent(inputs.rows, inputs.gamma)
+    assert (expected.astype(bfloat16) != exact_squares.astype(bfloat16)).mean() > 0.01
+
+
+def test_eps_is_added_to_the_mean_square():
+    inputs = random_inputs(18, 2, 50, 40, 16, draw=normal)
+    inputs.rows = (inputs.rows.astype(np.float32) * 1e-3).astype(bfloat16)
+    for eps in (1e-6, 1e-5, 1e-2):
+        check_against_oracle(inputs, eps=eps)
 
 
 def test_a_sum_of_negative_zeros_is_positive_zero():
