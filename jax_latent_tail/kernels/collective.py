@@ -569,9 +569,9 @@ class Tail:
             sources = Uint32(0)
         waiting, cause = self.poll(call, words, address, pitch, sources)
         if in_header_warp:
-            different = self.disagreeing(call, words, generation) & only_if(is_header, sources)
-            if (different != 0) & (cause == 0):
-                waiting = different
+            disagreement = self.any_disagreement(call, words, generation)
+            if is_header & (sources != 0) & (cause == 0) & (disagreement != 0):
+                waiting = self.disagreeing(call, words, generation)
                 cause = Uint32(abi.MISMATCH)
         consumed = only_if(cause == 0, sources)
         for source in cutlass.range_constexpr(self.tp):
@@ -614,6 +614,18 @@ class Tail:
             cause = Uint32(0)
         return waiting, cause
 
+    def any_disagreement(self, call, headers, generation):
+        """Nonzero if some word of some rank's header is not this call's. (`headers` of this rank
+        are its own.) Few instructions, since the whole cluster waits for the warp with the header.
+        """
+        differences = []
+        for i, expected in enumerate(self.header_words(call, generation)):
+            difference = Uint32(0)
+            for source in range(self.tp):
+                difference = difference | (headers[source, i] ^ expected)
+            differences.append(difference)
+        return (differences[0] | differences[1]) | (differences[2] | differences[3])
+
     @cute.jit
     def disagreeing(self, call, headers, generation):
         """The ranks whose header is not this call's, as a bit set."""
@@ -641,18 +653,20 @@ class Tail:
     @cute.jit
     def prepare(self, call, wave):
         """Before the first exchange, while the first loads are under way: this CTA's mbarriers."""
-        if wave == 0:
-            if call.tidx == 0:
-                ptx.barrier_init(call.barriers)
-                ptx.barrier_init(call.barriers + 8)
-                ptx.barrier_init_fence()
-            cute.arch.cluster_arrive_relaxed()
+        if cutlass.const_expr(self.geometry.cluster > 1):
+            if wave == 0:
+                if call.tidx == 0:
+                    ptx.barrier_init(call.barriers)
+                    ptx.barrier_init(call.barriers + 8)
+                    ptx.barrier_init_fence()
+                cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def meet(self, wave):
         """Before the first exchange: all CTAs of the cluster run and have their mbarriers."""
-        if wave == 0:
-            cute.arch.cluster_wait()
+        if cutlass.const_expr(self.geometry.cluster > 1):
+            if wave == 0:
+                cute.arch.cluster_wait()
 
     @cute.jit
     def exchange(self, call, value, failed, wave, last, receivers: cutlass.Constexpr):
@@ -662,11 +676,27 @@ class Tail:
         NaN and `failed` nonzero in all. Only the first `receivers` CTAs have a use for the result;
         after the last token the others leave without waiting. Returns (sum, failed).
         """
-        cluster, warps = self.geometry.cluster, self.geometry.warps
-        parity = wave & 1
-        barrier = call.barriers + parity * 8
+        parity = wave & 1  # a warp may be a token ahead of another, never two
         sums = call.barriers + 16 + parity * self.geometry.partials_bytes
         value = self.poisoned_if(value, failed)
+        if cutlass.const_expr(self.geometry.cluster > 1):
+            total, failed = self.exchange_in_cluster(
+                call, value, failed, wave, last, sums, receivers
+            )
+        else:
+            if call.lane == 0:
+                ptx.store_smem_float(sums + call.warp * 4, value)
+            cute.arch.barrier()
+            total, failed = self.collect(sums, failed)
+        return total, failed
+
+    @cute.jit
+    def exchange_in_cluster(
+        self, call, value, failed, wave, last, sums, receivers: cutlass.Constexpr
+    ):
+        """The same between CTAs, by stores that an mbarrier of the receiving CTA counts."""
+        cluster, warps = self.geometry.cluster, self.geometry.warps
+        barrier = call.barriers + (wave & 1) * 8
         listening = Int32(cluster)
         if cutlass.const_expr(receivers < cluster):
             if last:
@@ -683,14 +713,20 @@ class Tail:
         total = Float32(0.0)
         if call.cta < listening:
             ptx.barrier_wait(barrier, (wave >> 1) & 1)
-            parts = []
-            for i in cutlass.range_constexpr(0, cluster * warps // 4 * 4, 4):
-                parts += ptx.load_smem_floats(sums + i * 4)
-            for i in cutlass.range_constexpr(len(parts), cluster * warps):
-                parts.append(ptx.load_smem_float(sums + i * 4))
-            total = self.tree_sum(parts)
-            failed = self.find_poison(total, sums, failed)
+            total, failed = self.collect(sums, failed)
         return total, failed
+
+    @cute.jit
+    def collect(self, sums, failed):
+        """(sum of what all warps sent, `failed` or nonzero if one of them sent POISON)."""
+        count = self.geometry.cluster * self.geometry.warps
+        parts = []
+        for i in cutlass.range_constexpr(0, count // 4 * 4, 4):
+            parts += ptx.load_smem_floats(sums + i * 4)
+        for i in cutlass.range_constexpr(count // 4 * 4, count):
+            parts.append(ptx.load_smem_float(sums + i * 4))
+        total = self.tree_sum(parts)
+        return total, self.find_poison(total, sums, failed)
 
     @cute.jit
     def poisoned_if(self, value, failed):

@@ -251,6 +251,12 @@ def send_float(address: Int32, value: Float32, barrier: Int32, *, loc=None, ip=N
 
 
 @dsl_user_op
+def store_smem_float(address: Int32, value: Float32, *, loc=None, ip=None):
+    """A word into the own CTA's shared memory."""
+    _asm(None, [address, value], "st.shared.f32 [$0], $1;", "r,f", loc, ip)
+
+
+@dsl_user_op
 def load_smem_float(address: Int32, *, loc=None, ip=None) -> Float32:
     return Float32(_asm(T.f32(), [address], "ld.shared.f32 $0, [$1];", "=f,r", loc, ip))
 
