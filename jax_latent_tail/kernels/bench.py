@@ -186,14 +186,14 @@ class Bench:
 
     def measure(self, wanted: list[Case]) -> list[tuple[Case, list[float]]]:
         """(case, its rounds) for each; cases of the same M, one after the other, take turns."""
-        results = []
+        results: list[tuple[Case, list[float]]] = []
         while wanted:
             turn, wanted = wanted[:1], wanted[1:]
             if wanted and {turn[0].column, wanted[0].column} == {"fused", "unguarded"}:
                 turn, wanted = [turn[0], wanted[0]], wanted[1:]
             turn = [c for c in turn if c.column != "unguarded" or self.loaded[c.top_k, False]]
             graphs = [self._graphs(case) for case in turn]
-            rounds = [[] for _ in turn]
+            rounds: list[list[float]] = [[] for _ in turn]
             for _ in range(ROUNDS):
                 for position, of_case in enumerate(graphs):
                     rounds[position].append(self._round(of_case))

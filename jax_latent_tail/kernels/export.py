@@ -11,6 +11,7 @@ layout that `store` reads; variants already there from the same sources are kept
 
 import argparse
 import concurrent.futures
+import dataclasses
 import hashlib
 import importlib.metadata
 import multiprocessing
@@ -71,6 +72,7 @@ def _entry(variant: KernelVariant, data: bytes) -> dict:
         )
     return {
         "key": variant.key,
+        "variant": dataclasses.asdict(variant),
         "abi_version": abi.ABI_VERSION,
         "source_hash": store.source_hash(),
         "compiler": f"nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}",

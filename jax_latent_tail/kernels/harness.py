@@ -130,7 +130,7 @@ def _config(grid, kernel: store.KernelEntry, stream=0, pdl: bool = False):
 def _pointers(parameters: ctypes.Structure):
     """The void** of a launch; refers to `parameters`, keep both."""
     base = ctypes.addressof(parameters)
-    offsets = [getattr(type(parameters), name).offset for name, _ in parameters._fields_]
+    offsets = [getattr(type(parameters), field[0]).offset for field in parameters._fields_]
     return (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
 
 
@@ -309,7 +309,7 @@ class Rank:
         parameters = abi.LaunchParams(
             control=self.control, max_tokens=self.max_tokens, rank=self.rank, call_hash=call_hash
         )
-        for name, _ in abi.LaunchParams._fields_:
+        for name in (field[0] for field in abi.LaunchParams._fields_):
             if name not in ("control", "max_tokens", "rank", "call_hash"):
                 setattr(parameters, name, getattr(arguments, name))
         index, grid = self._grid(loaded, arguments)

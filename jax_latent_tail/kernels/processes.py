@@ -102,7 +102,7 @@ def run(count: int, function, *arguments, environment=None, timeout_s: float = 1
     finally:
         os.environ.clear()
         os.environ.update(before)
-    answers = {}
+    answers: dict[int, object] = {}
     try:
         while len(answers) < count:
             rank, good, answer = results.get(timeout=timeout_s)

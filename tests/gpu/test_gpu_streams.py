@@ -231,6 +231,13 @@ def test_back_to_back_with_pdl(device, load, trigger):
         traffic.idle(player.rank)
 
 
+def test_peers_played_by_the_host(device):
+    """Words and headers are expected exactly where `abi.Slot` says, buffer by buffer."""
+    import kernel_sanitize
+
+    kernel_sanitize.run(device, 2, 1, 3584, 7168, 0, False, None)
+
+
 def test_geometries_agree_with_themselves(device, load):
     """Each geometry, whatever the number of waves, gives one bit pattern, 10^4 times."""
     tp = 4
