@@ -56,14 +56,14 @@ Obligations, and why they hold:
  none.
 
  *Every wait is bounded and failure is sticky.* A wait ends with its words, or when it has lasted
- `Control.deadline_ns`, or when `Control.broken` is set. Who fails first takes the record, sets
- its own and its peers' `broken`. `broken` is read on entry and every `PATIENCE` failed polls. A
- thread that has failed publishes nothing and waits for nothing any more, in later tokens and
- calls too; its word in the exchange is `POISON`, so the cluster's whole row becomes NaN, its
- generation stays, and all its threads have then failed. Without the stickiness a late peer's
- words would be taken by a later call. Only a collective reset repairs it (`abi.py`). The exchange
- itself needs no bound: it is between warps of one cluster, resident together, each of which
- contributes exactly once a token whatever happened to it.
+ `Control.deadline_ns`, or when `Control.broken` is set. Whoever fails sets this rank's `broken`;
+ the first to fail also takes the record and sets its peers'. `broken` is read on entry and every
+ `PATIENCE` failed polls. A thread that has failed publishes nothing and waits for nothing any
+ more, in later tokens and calls too; its word in the exchange is `POISON`, so the cluster's whole
+ row becomes NaN, its generation stays, and all its threads have then failed. Without the
+ stickiness a late peer's words would be taken by a later call. Only a collective reset repairs
+ it (`abi.py`). The exchange itself needs no bound: it is between warps of one cluster, resident
+ together, each of which contributes exactly once a token whatever happened to it.
 
  *Disagreement is caught.* The header is the vector after the row, published, polled and re-armed
  like it. One with another hash, M or generation poisons the row. A swapped or missing call of
@@ -756,13 +756,15 @@ class Tail:
 
     @cute.jit
     def report(self, call, role, token, failed):
-        """If this thread found a failure: claim the record, fail this rank, tell the peers."""
+        """If this thread found a failure: fail this rank; if it is the first, record, tell peers."""
         cause = failed & Uint32(3)
         if (cause == abi.DEADLINE) | (cause == abi.MISMATCH):
+            # Every failing thread, whoever claims the record: the next call on this thread's stream
+            # must see it, and the claimer may be in another channel's kernel and slow.
+            ptx.store_shared_word(
+                call.control + Control.broken.offset, cause | (Uint32(call.rank) << Uint32(8))
+            )
             if ptx.claim(call.control + Control.claimed.offset) == 0:
-                ptx.store_shared_word(
-                    call.control + Control.broken.offset, cause | (Uint32(call.rank) << Uint32(8))
-                )
                 told = Uint32(abi.TOLD) | (Uint32(call.rank) << Uint32(8))
                 for peer in cutlass.range(self.tp, unroll=1):
                     address = ptx.load_shared_long(
