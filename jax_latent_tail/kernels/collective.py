@@ -756,7 +756,7 @@ class Tail:
 
     @cute.jit
     def report(self, call, role, token, failed):
-        """If this thread found a failure: fail this rank; if it is the first, record, tell peers."""
+        """If this thread found a failure: fail this rank; if it is the first, tell all."""
         cause = failed & Uint32(3)
         if (cause == abi.DEADLINE) | (cause == abi.MISMATCH):
             # Every failing thread, whoever claims the record: the next call on this thread's stream
