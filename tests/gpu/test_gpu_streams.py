@@ -239,7 +239,7 @@ def test_peers_played_by_the_host(device):
 
 
 def test_geometries_agree_with_themselves(device, load):
-    """Each geometry, whatever the number of waves, gives one bit pattern, 10^4 times."""
+    """Each geometry, whatever the number of waves, gives one bit pattern over 540 calls."""
     tp = 4
     loaded = load(tp)
     group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("spread",)))
