@@ -3,7 +3,14 @@
 import jax_latent_tail as latent_tail
 """
 
-from jax_latent_tail.api import Unfinalized, all_reduce_rms_norm, fused, reduce_scatter
+from jax_latent_tail.api import (
+    Unfinalized,
+    all_gather_add,
+    all_reduce_rms_norm,
+    fused,
+    moe_tail,
+    reduce_scatter,
+)
 from jax_latent_tail.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -21,7 +28,9 @@ __all__ = [
     "LatentTailError",
     "UnavailableError",
     "Unfinalized",
+    "all_gather_add",
     "all_reduce_rms_norm",
     "fused",
+    "moe_tail",
     "reduce_scatter",
 ]

@@ -1,4 +1,4 @@
-"""The public functions: argument checks, casts of varying types, differentiation.
+"""The public functions: argument checks and casts of varying types.
 
 All are called inside `jax.shard_map`, on per-rank views. Names in the shapes: M tokens, L latent
 columns, H hidden columns, tp ranks of the group, S = H / tp, K expert rows per token, P rows of
@@ -6,23 +6,25 @@ unreduced expert output. Arrays are bf16 unless said otherwise; JAX owns inputs 
 those of any other operation.
 """
 
-import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_latent_tail import primitive, reference
 from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError, UnavailableError
-from jax_latent_tail.reference import AxisName
-from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, Operands, TailSpec
+from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, AxisName, Operands, TailSpec
+
+Arrays = TypeVar("Arrays")
 
 # None leaves the choice to the package; the native ones are not part of this version.
 _IMPLEMENTATIONS = (None, "xla")
 _NATIVE_IMPLEMENTATIONS = ("cpu", "cuda")
+
+_FP32_NORMAL_MIN, _FP32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Unfinalized(NamedTuple):
@@ -40,6 +42,11 @@ class Unfinalized(NamedTuple):
     indices: jax.Array
 
 
+jax.export.register_namedtuple_serialization(
+    Unfinalized, serialized_name="jax_latent_tail.Unfinalized"
+)
+
+
 def fused(
     routed: jax.Array | Unfinalized,
     shared: jax.Array,
@@ -54,16 +61,18 @@ def fused(
     """AllReduce + RMSNorm of the routed rows and ReduceScatter of the shared ones.
 
     Sums over ranks are taken in rank order in fp32, so their bits depend neither on the platform
-    nor on the implementation; the normalised rows agree to one bf16 ulp across implementations
-    and to the bit across ranks. Reverse-mode differentiable; forward mode raises TypeError.
+    nor on the implementation, save that subnormals may become zeros; the normalised rows agree to
+    one bf16 ulp across implementations and to the bit across ranks. Differentiable in both modes,
+    to any order; the derivative is that of the mathematics, without the roundings.
 
     Args:
       routed: [M, L], this rank's partial rows; or `Unfinalized`, whose rows are first summed
         over the slots in ascending order in fp32 and rounded once.
       shared: [M, H], this rank's partial rows; tp divides H.
-      gamma: [L], scale of the RMSNorm, the same on every rank of the group.
+      gamma: [L], scale of the RMSNorm, the same on every rank of the group; under
+        check_vma=False that cannot be checked.
       axis_name: mesh axis or axes of the group, major first, bound by the enclosing shard_map.
-      eps: added to the mean square, > 0.
+      eps: added to the mean square in fp32; a positive number that fp32 holds as a normal one.
       fp32_internal: False rounds the reduced row, and the squares of its elements, to bf16
         before the row sum; True keeps both in fp32.
       max_tokens: most tokens for which a native implementation keeps a workspace; calls with
@@ -129,6 +138,89 @@ def reduce_scatter(
     return shard
 
 
+def all_gather_add(
+    x: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    implementation: str | None = None,
+) -> jax.Array:
+    """The columns of all ranks side by side, plus a residual.
+
+    Args:
+      x: [M, S], this rank's columns.
+      residual: [M, tp * S], the same on every rank of the group; added in fp32, with one rounding.
+      axis_name, implementation: as for `fused`.
+
+    Returns:
+      [M, tp * S], equal on all ranks of the group: columns r * S .. (r + 1) * S are rank r's x.
+
+    Raises:
+      As for `fused`.
+    """
+    axis_name = _check_axis_name(axis_name)
+    _check_implementation(implementation)
+    _check_array("x", x, "bfloat16", ndim=2)
+    _check_not_unreduced("x", x)
+    x = _vary_over_group(axis_name, x)
+    if residual is None:
+        return primitive.all_gather_add(axis_name, x)
+    _check_array("residual", residual, "bfloat16", ndim=2)
+    shape = (x.shape[0], x.shape[1] * lax.axis_size(axis_name))
+    if residual.shape != shape:
+        raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}")
+    _check_not_unreduced("residual", residual)
+    _check_equal_on_all_ranks("residual", residual, axis_name)
+    return primitive.all_gather_add(axis_name, x, residual)
+
+
+def moe_tail(
+    routed: jax.Array | Unfinalized,
+    shared: jax.Array,
+    gamma: jax.Array,
+    w_up: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    eps: float = 1e-6,
+    fp32_internal: bool = False,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The whole end of a latent MoE layer: `fused`, the up-projection, and `all_gather_add`.
+
+    Args:
+      routed, shared, gamma: as for `fused`.
+      w_up: [L, S], this rank's columns of the up-projection. Products are accumulated in fp32, and
+        rounded once after the shard of the shared half is added.
+      residual: [M, H], as for `all_gather_add`.
+      axis_name, eps, fp32_internal, max_tokens, implementation: as for `fused`.
+
+    Returns:
+      [M, H], equal on all ranks of the group: residual + columns of (latent @ w_up + shard).
+
+    Raises:
+      As for `fused`.
+    """
+    latent, shard = fused(
+        routed,
+        shared,
+        gamma,
+        axis_name=axis_name,
+        eps=eps,
+        fp32_internal=fp32_internal,
+        max_tokens=max_tokens,
+        implementation=implementation,
+    )
+    _check_array("w_up", w_up, "bfloat16", ndim=2)
+    shape = (latent.shape[1], shard.shape[1])
+    if w_up.shape != shape:
+        raise ArgumentValueError("w_up", f"of shape {w_up.shape}", f"{shape}: [L, H / tp]")
+    up = jnp.dot(latent, w_up, preferred_element_type=jnp.float32)
+    columns = reference.round_to_bf16(up + shard.astype(jnp.float32)).astype(jnp.bfloat16)
+    return all_gather_add(columns, residual, axis_name=axis_name, implementation=implementation)
+
+
 def _call(
     arrays: dict[str, Any],
     *,
@@ -148,42 +240,37 @@ def _call(
         hidden_dim=None if operands.shared is None else operands.shared.shape[1],
         top_k=None if operands.indices is None else operands.indices.shape[1],
         eps=float(eps),
-        fp32_internal=fp32_internal,
-        max_tokens=max_tokens,
+        fp32_internal=bool(fp32_internal),
+        max_tokens=int(max_tokens),
     )
     for name, operand in zip(Operands._fields, operands, strict=True):
-        _check_varying(name, operand, axis_name)
-    operands = primitive.vary_over_group(axis_name, operands)
-    return _jitted(spec, axis_name, *operands.present())
+        if operand is not None:
+            _check_not_unreduced(name, operand)
+    if operands.gamma is not None:
+        _check_equal_on_all_ranks("gamma", operands.gamma, axis_name)
+    partials = _vary_over_group(axis_name, operands._replace(gamma=None))
+    operands = partials._replace(gamma=operands.gamma)
+    return primitive.latent_tail(spec, axis_name, operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(spec: TailSpec, axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
-    return primitive.bind(spec, axis_name, spec.operands(*arrays))
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which x may differ; empty under check_vma=False."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
-def _forward(
-    spec: TailSpec, axis_name: AxisName, *arrays: jax.Array
-) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-    # Through the custom_vjp function again, so that this pass can be differentiated too.
-    return _differentiable(spec, axis_name, *arrays), arrays
+def _vary_over_group(axis_name: AxisName, partials: Arrays) -> Arrays:
+    """Casts each array of a pytree that is typed equal on all ranks to one that varies."""
+    if not _varying_axes(lax.axis_index(axis_name)):  # check_vma=False: nothing is typed
+        return partials
+
+    def cast(x: Any) -> Any:
+        missing = tuple(name for name in axis_name if name not in _varying_axes(x))
+        return lax.pcast(x, missing, to="varying")
+
+    return jax.tree.map(cast, partials)
 
 
-def _backward(
-    spec: TailSpec, axis_name: AxisName, arrays: tuple[jax.Array, ...], cotangents: list[jax.Array]
-) -> tuple[Any, ...]:
-    def unfused(*arrays: jax.Array) -> list[jax.Array]:
-        return reference.unfused(spec, axis_name, spec.operands(*arrays))
-
-    _, pullback = jax.vjp(unfused, *arrays)
-    return pullback(cotangents)
-
-
-_differentiable.defvjp(_forward, _backward)
-
-# Eager shard_map hashes the parameters of what it evaluates, which fails for a custom_vjp under
-# forward mode before JAX's own, clear refusal of that: as one jitted call it gets there.
-_jitted = jax.jit(_differentiable, static_argnums=(0, 1), inline=True)
+# Checks.
 
 
 def _check_axis_name(axis_name: Any) -> AxisName:
@@ -193,25 +280,37 @@ def _check_axis_name(axis_name: Any) -> AxisName:
         raise ArgumentTypeError("axis_name", repr(axis_name), allowed)
     if len(set(names)) < len(names):
         raise ArgumentValueError("axis_name", repr(axis_name), "each name once")
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mesh = jax.sharding.get_abstract_mesh()
     for name in names:
-        if name not in manual:
-            bound = ", ".join(map(repr, manual)) or "none"
+        if name not in mesh.manual_axes:
+            bound = ", ".join(map(repr, mesh.manual_axes)) or "none"
             raise ArgumentValueError("axis_name", repr(name), f"{allowed}; bound here: {bound}")
+        if lax.axis_size(name) != mesh.shape[name]:
+            raise ArgumentValueError("axis_name", f"{name!r}, here an axis of vmap", allowed)
     return names
 
 
 def _check_options(eps: Any, fp32_internal: Any, max_tokens: Any, implementation: Any) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.number):
-        raise ArgumentTypeError("eps", f"a {type(eps).__name__}", "a Python or NumPy number")
-    if not (math.isfinite(eps) and eps > 0):
-        raise ArgumentValueError("eps", eps, "a finite number > 0")
-    if not isinstance(fp32_internal, bool):
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
+        raise ArgumentTypeError("eps", f"a {type(eps).__name__}", "a real Python or NumPy number")
+    if not _FP32_NORMAL_MIN <= eps <= _FP32_MAX:
+        raise ArgumentValueError(
+            "eps", eps, f"a number that is normal in fp32: {_FP32_NORMAL_MIN} to {_FP32_MAX}"
+        )
+    if not isinstance(fp32_internal, bool | np.bool_):
         raise ArgumentTypeError("fp32_internal", repr(fp32_internal), "True or False")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer):
         raise ArgumentTypeError("max_tokens", repr(max_tokens), "an integer")
     if max_tokens < 1:
         raise ArgumentValueError("max_tokens", max_tokens, "an integer >= 1")
+    _check_implementation(implementation)
+
+
+def _check_implementation(implementation: Any) -> None:
+    if not isinstance(implementation, str | None):
+        raise ArgumentTypeError(
+            "implementation", f"a {type(implementation).__name__}", f"one of {_IMPLEMENTATIONS}"
+        )
     if implementation in _NATIVE_IMPLEMENTATIONS:
         raise UnavailableError(
             f"implementation={implementation!r} is not part of this version of jax_latent_tail; "
@@ -279,15 +378,16 @@ def _check_array(name: str, x: Any, dtype: str, ndim: int) -> None:
         raise ArgumentValueError(name, f"of shape {x.shape}", allowed)
 
 
-def _check_varying(name: str, x: Any, axis_name: AxisName) -> None:
-    if x is None:
-        return
+def _check_not_unreduced(name: str, x: Any) -> None:
     if jax.typeof(x).manual_axis_type.unreduced:
         raise ArgumentTypeError(name, f"of type {jax.typeof(x)}", "an array that is not unreduced")
-    shared_axes = primitive.varying_axes(x) & set(axis_name)
-    if name == "gamma" and shared_axes:
+
+
+def _check_equal_on_all_ranks(name: str, x: Any, axis_name: AxisName) -> None:
+    varying = sorted(_varying_axes(x) & set(axis_name))
+    if varying:
         raise ArgumentValueError(
-            "gamma",
-            f"varying over {sorted(shared_axes)}",
+            name,
+            f"varying over {varying}",
             f"the same array on every rank of {axis_name}: in_specs without these axes",
         )

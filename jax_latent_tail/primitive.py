@@ -1,75 +1,137 @@
-"""The JAX primitive of the tail: types, batching and lowering.
+"""The JAX primitives: types, differentiation, batching and lowering.
 
-The latent output loses the group's axes from its varying type, the shard keeps them: so
-shard_map's check accepts `out_specs=P()` for the one and refuses it for the other.
+Results that are equal on all ranks of the group lose the group's axes from their varying type, the
+others keep them: so shard_map's check accepts `out_specs=P()` for the former and refuses it for
+the latter.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_latent_tail import reference
 from jax_latent_tail.errors import ArgumentValueError
-from jax_latent_tail.reference import AxisName
-from jax_latent_tail.spec import Operands, TailSpec
+from jax_latent_tail.spec import AxisName, Operands, TailSpec
 
 latent_tail_p = Primitive("latent_tail")
 latent_tail_p.multiple_results = True
 
-
-def bind(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
-    """Runs the tail; arguments and results as for `reference.tail`."""
-    return latent_tail_p.bind(*operands.present(), spec=spec, axis_name=axis_name)
+all_gather_add_p = Primitive("all_gather_add")
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Manual mesh axes over which x may differ; empty under check_vma=False."""
-    return jax.typeof(x).manual_axis_type.varying
+def latent_tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
+    """Arguments and results as for `reference.tail`."""
+    arrays = operands.present()
+    types = _latent_tail_types(*map(jax.typeof, arrays), spec=spec, axis_name=axis_name)
+    if types[0].shape[0] == 0:
+        return [_no_rows(result) for result in types]
+    return latent_tail_p.bind(*arrays, spec=spec, axis_name=axis_name)
 
 
-def vary_over_group(axis_name: AxisName, operands: Operands) -> Operands:
-    """Casts the partials of ranks that all hold the same to vary, as summands do."""
-    if not varying_axes(lax.axis_index(axis_name)):  # check_vma=False: nothing is typed
-        return operands
+def all_gather_add(axis_name: AxisName, *arrays: jax.Array) -> jax.Array:
+    """Arguments, x and perhaps a residual, and result as for `reference.all_gather_add`."""
+    tp = lax.axis_size(axis_name)
+    result = _all_gather_add_type(*map(jax.typeof, arrays), axis_name=axis_name, tp=tp)
+    if result.shape[0] == 0:
+        return _no_rows(result)
+    return all_gather_add_p.bind(*arrays, axis_name=axis_name, tp=tp)
 
-    def cast(x: Any) -> Any:
-        missing = tuple(name for name in axis_name if name not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying")
 
-    partials = operands._replace(gamma=None)
-    return jax.tree.map(cast, partials)._replace(gamma=operands.gamma)
+def _no_rows(result: Any) -> jax.Array:
+    """The result where there are no tokens: XLA's collectives of nothing fail here and there."""
+    varying = tuple(sorted(result.manual_axis_type.varying))
+    return lax.pcast(jnp.zeros(result.shape, result.dtype), varying, to="varying")
+
+
+# Types of the results.
 
 
 @latent_tail_p.def_abstract_eval
-def _abstract_eval(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
-    def result(tokens: Any, columns: int, varying: frozenset[str]) -> Any:
-        return tokens.update(
-            shape=(tokens.shape[0], columns),
-            dtype=jnp.dtype(jnp.bfloat16),
-            sharding=tokens.sharding.update(spec=P(tokens.sharding.spec[0], None)),
-            manual_axis_type=tokens.manual_axis_type.update(varying=varying),
-        )
-
+def _latent_tail_types(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
     operands = spec.operands(*avals)
     results = []
     if spec.latent_dim is not None:
-        inputs = operands._replace(shared=None).present()
-        varying = frozenset().union(*(x.manual_axis_type.varying for x in inputs))
-        tokens = spec.routed_tokens(operands)
-        results.append(result(tokens, spec.latent_dim, varying - set(axis_name)))
+        varying = _varying(operands._replace(shared=None).present()) - set(axis_name)
+        results.append(_rows_like(spec.routed_tokens(operands), spec.latent_dim, varying))
     if spec.hidden_dim is not None:
-        shared = operands.shared
-        results.append(result(shared, spec.shard_dim, shared.manual_axis_type.varying))
+        results.append(_rows_like(operands.shared, spec.shard_dim, _varying([operands.shared])))
     return results
 
 
-def _batch(
+@all_gather_add_p.def_abstract_eval
+def _all_gather_add_type(*avals: Any, axis_name: AxisName, tp: int) -> Any:
+    x = avals[0]
+    return _rows_like(x, tp * x.shape[1], _varying(avals) - set(axis_name))
+
+
+def _varying(avals: Sequence[Any]) -> frozenset[str]:
+    return frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+
+
+def _rows_like(tokens: Any, columns: int, varying: frozenset[str]) -> Any:
+    """bf16 rows for each token of the aval `tokens`, split over explicit axes as those are."""
+    return tokens.update(
+        shape=(tokens.shape[0], columns),
+        dtype=jnp.dtype(jnp.bfloat16),
+        sharding=tokens.sharding.update(spec=P(tokens.sharding.spec[0], None)),
+        manual_axis_type=tokens.manual_axis_type.update(varying=varying),
+    )
+
+
+# Differentiation: the tangents are those of the same mathematics in plain collectives, which JAX
+# transposes for reverse mode. Their primal part, a psum, is computed beside the operation.
+
+
+def _jvp_latent_tail(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: TailSpec, axis_name: AxisName
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    def unfused(*arrays: jax.Array) -> list[jax.Array]:
+        return reference.unfused(spec, axis_name, spec.operands(*arrays))
+
+    outputs = latent_tail(spec, axis_name, spec.operands(*primals))
+    return outputs, _tangents(unfused, primals, tangents)
+
+
+def _jvp_all_gather_add(
+    primals: Sequence[Any], tangents: Sequence[Any], *, axis_name: AxisName, tp: int
+) -> tuple[jax.Array, jax.Array]:
+    unfused = functools.partial(reference.unfused_all_gather_add, axis_name)
+    return all_gather_add(axis_name, *primals), _tangents(unfused, primals, tangents)
+
+
+def _tangents(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The output tangents of `function`; inputs whose tangent is zero are constants to it."""
+    moving = [
+        index
+        for index, tangent in enumerate(tangents)
+        if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
+    ]
+
+    def of_moving(*arrays: Any) -> Any:
+        every = dict(enumerate(primals)) | dict(zip(moving, arrays, strict=True))
+        return function(*every.values())
+
+    _, output_tangents = jax.jvp(
+        of_moving, [primals[index] for index in moving], [tangents[index] for index in moving]
+    )
+    return output_tangents
+
+
+ad.primitive_jvps[latent_tail_p] = _jvp_latent_tail
+ad.primitive_jvps[all_gather_add_p] = _jvp_all_gather_add
+
+
+# vmap: a batch of calls is one call with more tokens, for rows do not interact.
+
+
+def _batch_latent_tail(
     axis_data: Any,
     arrays: Sequence[Any],
     dims: Sequence[Any],
@@ -77,43 +139,87 @@ def _batch(
     spec: TailSpec,
     axis_name: AxisName,
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """vmap: a batch of calls is one call with more tokens, for rows do not interact."""
-    if axis_data.name in axis_name:
-        raise ArgumentValueError(
-            "axis_name", f"{axis_name}, of which vmap maps {axis_data.name!r}", "axes of shard_map"
-        )
+    _refuse_axis_of_group(axis_data, axis_name)
     if all(dim is None for dim in dims):
-        outputs = bind(spec, axis_name, spec.operands(*arrays))
+        outputs = latent_tail(spec, axis_name, spec.operands(*arrays))
         return outputs, [None] * len(outputs)
     size = axis_data.size
     single = spec.operands(*arrays)
     is_batched = spec.operands(*(dim is not None for dim in dims))
-    stacked = spec.operands(
-        *(
-            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-            for x, dim in zip(arrays, dims, strict=True)
-        )
-    )
+    stacked = spec.operands(*_stacked(arrays, dims, size, axis_name))
 
-    if is_batched.gamma:  # rows with different gammas cannot share a call
+    if is_batched.gamma or _tokens_are_split(stacked._replace(gamma=None).present()):
+        # Rows with different gammas cannot share a call, nor can those of tokens that are split
+        # over an explicit mesh axis be merged.
         outputs = lax.map(
-            lambda arrays: bind(spec, axis_name, spec.operands(*arrays)), stacked.present()
+            lambda arrays: latent_tail(spec, axis_name, spec.operands(*arrays)), stacked.present()
         )
         return outputs, [0] * len(outputs)
 
-    flat = Operands(*(x if x is None else _merge_leading(x) for x in stacked))
-    flat = flat._replace(gamma=single.gamma)
+    merged = Operands(*(x if x is None else _merge_leading(x) for x in stacked))
+    merged = merged._replace(gamma=single.gamma)
     if spec.top_k is not None:
         if is_batched.rows:
-            flat = flat._replace(indices=_merge_leading(_indices_into_merged_rows(stacked)))
+            merged = merged._replace(indices=_merge_leading(_indices_into_merged_rows(stacked)))
         else:
-            flat = flat._replace(rows=single.rows)
-    outputs = [y.reshape(size, y.shape[0] // size, y.shape[1]) for y in bind(spec, axis_name, flat)]
+            merged = merged._replace(rows=single.rows)
+    tokens = spec.routed_tokens(stacked) if stacked.shared is None else stacked.shared
+    num_tokens = tokens.shape[1]
+    outputs = [_split_leading(y, size, num_tokens) for y in latent_tail(spec, axis_name, merged)]
     return outputs, [0] * len(outputs)
+
+
+def _batch_all_gather_add(
+    axis_data: Any, arrays: Sequence[Any], dims: Sequence[Any], *, axis_name: AxisName, tp: int
+) -> tuple[jax.Array, int | None]:
+    _refuse_axis_of_group(axis_data, axis_name)
+    if all(dim is None for dim in dims):
+        return all_gather_add(axis_name, *arrays), None
+    size = axis_data.size
+    stacked = _stacked(arrays, dims, size, axis_name)
+    if _tokens_are_split(stacked):
+        return lax.map(lambda arrays: all_gather_add(axis_name, *arrays), stacked), 0
+    y = all_gather_add(axis_name, *map(_merge_leading, stacked))
+    return _split_leading(y, size, stacked[0].shape[1]), 0
+
+
+def _refuse_axis_of_group(axis_data: Any, axis_name: AxisName) -> None:
+    if axis_data.name in axis_name:
+        raise ArgumentValueError(
+            "axis_name", f"{axis_name}, of which vmap maps {axis_data.name!r}", "axes of shard_map"
+        )
+
+
+def _stacked(
+    arrays: Sequence[jax.Array], dims: Sequence[int | None], size: int, axis_name: AxisName
+) -> tuple[jax.Array, ...]:
+    """All arrays with the batch in front, varying alike outside the group.
+
+    Under vmap's spmd_axis_name the batched ones alone vary over that axis.
+    """
+    stacked = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(arrays, dims, strict=True)
+    ]
+    outer = _varying([jax.typeof(x) for x in stacked]) - set(axis_name)
+
+    def cast(x: jax.Array) -> jax.Array:
+        return lax.pcast(x, tuple(sorted(outer - _varying([jax.typeof(x)]))), to="varying")
+
+    return tuple(map(cast, stacked))
 
 
 def _merge_leading(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _split_leading(x: jax.Array, *sizes: int) -> jax.Array:
+    return x.reshape(*sizes, *x.shape[1:])
+
+
+def _tokens_are_split(stacked: Sequence[jax.Array]) -> bool:
+    """Whether an explicit mesh axis splits the tokens of arrays [B, M, ...]."""
+    return any(jax.typeof(x).sharding.spec[1] is not None for x in stacked)
 
 
 def _indices_into_merged_rows(stacked: Operands) -> jax.Array:
@@ -124,11 +230,24 @@ def _indices_into_merged_rows(stacked: Operands) -> jax.Array:
     return jnp.where(stacked.indices < 0, stacked.indices, merged)
 
 
-batching.fancy_primitive_batchers[latent_tail_p] = _batch
+batching.fancy_primitive_batchers[latent_tail_p] = _batch_latent_tail
+batching.fancy_primitive_batchers[all_gather_add_p] = _batch_all_gather_add
 
 
-def _plain(*arrays: jax.Array, spec: TailSpec, axis_name: AxisName) -> list[jax.Array]:
+# Lowering: plain collectives, on any platform.
+
+
+def _plain_latent_tail(*arrays: jax.Array, spec: TailSpec, axis_name: AxisName) -> list[jax.Array]:
     return reference.tail(spec, axis_name, spec.operands(*arrays))
 
 
-mlir.register_lowering(latent_tail_p, mlir.lower_fun(_plain, multiple_results=True))
+def _plain_all_gather_add(
+    x: jax.Array, residual: jax.Array | None = None, *, axis_name: AxisName, tp: int
+) -> jax.Array:
+    return reference.all_gather_add(axis_name, x, residual)
+
+
+mlir.register_lowering(latent_tail_p, mlir.lower_fun(_plain_latent_tail, multiple_results=True))
+mlir.register_lowering(
+    all_gather_add_p, mlir.lower_fun(_plain_all_gather_add, multiple_results=False)
+)

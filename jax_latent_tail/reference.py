@@ -3,7 +3,7 @@
 `tail` is what every implementation must reproduce: bit for bit in the reduced sums, within one
 bf16 ulp in the normalised rows. It is the default lowering of the primitive on every platform.
 `unfused` is the same mathematics as anyone would write it, without promises about bits: it is
-differentiated for the backward pass, and it is the pipeline that the benchmarks compare with.
+differentiated in place of `tail`, and it is the pipeline that the benchmarks compare with.
 
 What makes `tail` exact under XLA, which folds `0 + x`, keeps bf16 products in fp32 and may
 reorder a reduction: sums over ranks and slots are unrolled additions, the sign of a zero sum is
@@ -19,14 +19,13 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_latent_tail.spec import Operands, TailSpec
+from jax_latent_tail.spec import AxisName, Operands, TailSpec
 
-AxisName = tuple[str, ...]
 Implementation = Callable[[TailSpec, AxisName, Operands], list[jax.Array]]
 
 # Up to here every rank receives all contributions and norms all rows itself: one collective
-# fewer, which is what counts for few tokens on accelerators. Above, each rank sums and norms a
-# tp-th of the rows; on CPU devices that is already faster from M = tp on (docs/benchmarks.md).
+# fewer, which counts for few tokens on accelerators. Above, each rank sums and norms a tp-th of the
+# rows, which CPU devices that share cores would prefer from about M = tp on (docs/benchmarks.md).
 ONE_SHOT_MAX_TOKENS = 8
 
 
@@ -72,14 +71,14 @@ def tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Ar
         if spec.top_k is None:
             contribution = operands.rows
         else:
-            contribution = _round_to_bf16(_finalize(operands)).astype(jnp.bfloat16)
+            contribution = round_to_bf16(_finalize(operands)).astype(jnp.bfloat16)
         one_shot = contribution.shape[0] <= ONE_SHOT_MAX_TOKENS
         reduce_and_norm = _all_reduce_one_shot if one_shot else _all_reduce_two_shot
         outputs.append(reduce_and_norm(spec, axis_name, contribution, operands.gamma))
     if spec.hidden_dim is not None:
         slices = operands.shared.reshape(-1, spec.tp, spec.shard_dim).swapaxes(0, 1)
         partials = lax.all_to_all(slices, axis_name, split_axis=0, concat_axis=0)
-        outputs.append(_round_to_bf16(_positive_zero(_ordered_sum(partials))).astype(jnp.bfloat16))
+        outputs.append(round_to_bf16(_positive_zero(_ordered_sum(partials))).astype(jnp.bfloat16))
     return outputs
 
 
@@ -91,11 +90,34 @@ def unfused(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax
         contribution = _fp32(operands.rows) if spec.top_k is None else _finalize(operands)
         x = lax.psum(contribution, axis_name)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + spec.eps)
-        outputs.append((x * inverse_rms * _fp32(operands.gamma)).astype(jnp.bfloat16))
+        outputs.append((x * inverse_rms * _fp32(operands.gamma)[None, :]).astype(jnp.bfloat16))
     if spec.hidden_dim is not None:
         z = lax.psum_scatter(_fp32(operands.shared), axis_name, scatter_dimension=1, tiled=True)
         outputs.append(z.astype(jnp.bfloat16))
     return outputs
+
+
+def all_gather_add(
+    axis_name: AxisName, x: jax.Array, residual: jax.Array | None = None
+) -> jax.Array:
+    """The columns [M, S] of all ranks side by side [M, tp * S], plus the residual in fp32."""
+    gathered = lax.all_gather(x, axis_name, axis=1, tiled=True)
+    if residual is None:
+        return gathered
+    return round_to_bf16(_fp32(gathered) + _fp32(residual)).astype(jnp.bfloat16)
+
+
+def unfused_all_gather_add(
+    axis_name: AxisName, x: jax.Array, residual: jax.Array | None = None
+) -> jax.Array:
+    """The same as a psum, to be differentiated: an all_gather's result would vary by its type."""
+    num_tokens, columns = x.shape
+    total = jnp.zeros((num_tokens, lax.axis_size(axis_name) * columns), jnp.float32)
+    first_column = lax.axis_index(axis_name) * columns
+    total = lax.psum(lax.dynamic_update_slice(total, _fp32(x), (0, first_column)), axis_name)
+    if residual is not None:
+        total = total + _fp32(residual)
+    return total.astype(jnp.bfloat16)
 
 
 def _finalize(operands: Operands) -> jax.Array:
@@ -142,11 +164,11 @@ def _rms_norm(spec: TailSpec, s: jax.Array, gamma: jax.Array) -> jax.Array:
     if spec.fp32_internal:
         x, square = s, s * s
     else:
-        x = _round_to_bf16(s)
-        square = _round_to_bf16(x * x)
+        x = round_to_bf16(s)
+        square = round_to_bf16(x * x)
     mean_square = jnp.sum(square, axis=-1, keepdims=True) / s.shape[-1]
-    y = x * lax.rsqrt(mean_square + spec.eps) * _fp32(gamma)
-    return _round_to_bf16(y).astype(jnp.bfloat16)
+    y = x * lax.rsqrt(mean_square + spec.eps) * _fp32(gamma)[None, :]
+    return round_to_bf16(y).astype(jnp.bfloat16)
 
 
 def _ordered_sum(terms: Sequence[jax.Array] | jax.Array) -> jax.Array:
@@ -162,10 +184,10 @@ def _positive_zero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 0, total)
 
 
-def _fp32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
-def _round_to_bf16(x: jax.Array) -> jax.Array:
+def round_to_bf16(x: jax.Array) -> jax.Array:
     """fp32 values rounded to bf16, still fp32: a plain pair of casts XLA may drop."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _fp32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from jax_latent_tail.errors import ArgumentValueError
 
+# Mesh axes of a group, major first: a rank is its position in row-major order.
+AxisName = tuple[str, ...]
+
 # Tokens a native workspace has room for unless the caller says otherwise: a decode step's.
 DEFAULT_MAX_TOKENS = 128
 

@@ -207,6 +207,51 @@ def test_nan_rows_of_skipped_slots_leave_all_gradients_finite():
         assert jnp.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("batched", [(0, None, None), (None, 0, None), (0, 0, 0)])
+def test_gradient_of_vmap_with_spmd_axis_name(batched):
+    mesh = make_mesh((2, TP), ("dp", "tp"))
+    stacked = [
+        jnp.stack([x, 2 * x]) if axis == 0 else x for x, axis in zip(inputs(), batched, strict=True)
+    ]
+
+    def mapped(function, **options):
+        return lambda *arguments: jax.vmap(function, batched, **options)(*arguments)
+
+    actual = gradients(mapped(distributed(mesh), spmd_axis_name="dp"), *stacked)
+    assert_close(actual, gradients(mapped(dense), *stacked))
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_forward_mode(wrap, top_k):
+    primals = inputs(top_k)
+    rng = np.random.default_rng(7)
+    tangents = jax.tree.map(
+        lambda x: (
+            jnp.asarray(normal(rng, *x.shape))
+            if x.dtype == jnp.bfloat16
+            else np.zeros(x.shape, jax.dtypes.float0)
+        ),
+        primals,
+    )
+    function = distributed(make_mesh((TP,)))
+    actual = wrap(lambda p, t: jax.jvp(function, p, t))(primals, tangents)
+    expected = jax.jvp(dense, primals, tangents)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e)
+
+
+def test_hessian_vector_product_forward_over_reverse():
+    arguments = inputs()
+    tangents = tuple(x / 2 for x in arguments)
+
+    def product(function):
+        grad = jax.grad(functools.partial(loss, function), (0, 1, 2))
+        return jax.jit(lambda p, t: jax.jvp(grad, p, t)[1])(arguments, tangents)
+
+    assert_close(product(distributed(make_mesh((TP,)))), product(dense))
+
+
 def test_vmap_of_gradient():
     function = distributed(make_mesh((TP,)))
     routed, shared, gamma = inputs()

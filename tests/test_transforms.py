@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import fused, make_mesh, normal, random_inputs
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_latent_tail as latent_tail
@@ -238,16 +239,17 @@ def test_vmap_over_the_axis_of_the_group_is_refused():
             shared.reshape(TP, -1, HIDDEN)
         )
 
-    def shadowed(x):
+    def shadowed(x, size):
         inner = functools.partial(latent_tail.reduce_scatter, axis_name="tp")
-        return jax.vmap(inner, axis_name="tp")(x.reshape(2, -1, HIDDEN))
+        return jax.vmap(inner, axis_name="tp")(x.reshape(size, -1, HIDDEN))
 
-    with pytest.raises((latent_tail.ArgumentValueError, ValueError)):
-        jax.jit(
-            jax.shard_map(
-                shadowed, mesh=make_mesh((TP,)), in_specs=P("tp"), out_specs=P(None, "tp")
-            )
-        )(shared)
+    for size, message in ((2, "'tp', here an axis of vmap"), (TP, "of which vmap maps 'tp'")):
+        inside = functools.partial(shadowed, size=size)
+        mapped = jax.shard_map(
+            inside, mesh=make_mesh((TP,)), in_specs=P("tp"), out_specs=P(None, "tp")
+        )
+        with pytest.raises(latent_tail.ArgumentValueError, match=message):
+            jax.jit(mapped)(jnp.tile(shared, (2, 1)))
     assert_same(sharded(tail)(*arguments()), fused_once())
 
 
@@ -258,9 +260,38 @@ def fused_once():
     return latents[0], shards.swapaxes(0, 1).reshape(6, HIDDEN)
 
 
-def test_forward_mode_is_refused_with_a_clear_error():
-    primals = arguments()
-    tangents = jax.tree.map(jnp.ones_like, primals)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(sharded(tail), primals, tangents)
-    assert_same(sharded(tail)(*primals), fused_once())
+def test_nothing_depends_on_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        assert_same(jax.jit(sharded(tail))(*arguments(1)), sharded(tail)(*arguments(1)))
+        routed, shared, gamma = arguments(1)
+        jax.jit(jax.grad(lambda g: sharded(tail)(routed, shared, g)[0].sum()))(gamma)
+
+
+def test_vmap_over_an_empty_batch():
+    routed, shared, gamma = batch([1, 2])
+    latent, shard = jax.jit(jax.vmap(sharded(tail), (0, 0, None)))(routed[:0], shared[:0], gamma[0])
+    assert (latent.shape, shard.shape) == ((0, 6, LATENT), (0, 6, HIDDEN))
+
+
+def test_vmap_where_an_explicit_axis_splits_the_tokens():
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(2, TP),
+        ("dp", "tp"),
+        axis_types=(AxisType.Explicit, AxisType.Auto),
+    )
+    routed, shared, gamma = batch([1, 2, 3])
+    rows = routed.reshape(3, TP, 6, LATENT).swapaxes(0, 1)
+    partial = shared.reshape(3, TP, 6, HIDDEN).swapaxes(0, 1)
+
+    def inside(rows, shared, gamma):
+        return jax.vmap(tail, (0, 0, None))(rows[0], shared[0], gamma)
+
+    mapped = sharded(inside, mesh=mesh, out_specs=(P(), P(None, None, "tp")), axis_names={"tp"})
+    place = NamedSharding(mesh, P("tp", None, "dp"))
+    with jax.set_mesh(mesh):
+        actual = jax.jit(mapped)(
+            jax.device_put(rows, place),
+            jax.device_put(partial, place),
+            jax.device_put(gamma[0], NamedSharding(mesh, P())),
+        )
+    assert_same(actual, each(sharded(tail), (routed, shared, gamma[0]), (0, 0, None)))
