@@ -4,6 +4,7 @@ The parent calls `run`, which starts the command once per process; the command c
 first, which is `jax.distributed.initialize` with what the parent passed in the environment.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ _COORDINATOR = "JAX_LATENT_TAIL_COORDINATOR"
 _NUM_PROCESSES = "JAX_LATENT_TAIL_NUM_PROCESSES"
 _PROCESS_ID = "JAX_LATENT_TAIL_PROCESS_ID"
 
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
 _GRACE_S = 2.0
 _LOG_TAIL = 8_000
@@ -38,7 +40,7 @@ def run(
     env: Mapping[str, str] | None = None,
     stream_first: bool = False,
 ) -> list[str]:
-    """Runs a Python command as one jax.distributed group of CPU or GPU processes.
+    """Runs a Python command as one jax.distributed group of processes.
 
     Args:
       command: arguments of the Python interpreter, equal for all processes.
@@ -53,8 +55,10 @@ def run(
       one.
 
     Raises:
-      ProcessError: a process exited with another status than 0, or the time ran out. Whatever
-        the outcome, no process started here is left.
+      ProcessError: a process exited with another status than 0, or the time ran out.
+
+    When this returns or raises, no process started here is left. If this process is killed
+    meanwhile, those that have called `initialize` are killed with it.
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -100,6 +104,9 @@ def initialize() -> None:
     """Joins the group that `run` started this process for; does nothing in any other process."""
     if not is_member():
         return
+    # Linux: do not outlive the parent, however it ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
     import jax
 
     jax.distributed.initialize(

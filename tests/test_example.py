@@ -123,6 +123,18 @@ def test_an_error_above_the_tolerance_fails(capsys, monkeypatch):
     assert "FAILED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps", [{0}, {0, 1}, {1}])
+def test_nan_is_not_within_any_tolerance(steps, capsys, monkeypatch):
+    right, calls = kimi_moe.dense_block, iter(range(100))
+
+    def sometimes_nan(*operands):
+        return right(*operands) * (np.nan if next(calls) % 2 in steps else 1)
+
+    monkeypatch.setattr(kimi_moe, "dense_block", sometimes_nan)
+    assert kimi_moe.run(arguments(tolerance=1e9)) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
 def start(*options):
     return subprocess.run(
         [sys.executable, str(PATH), *options], capture_output=True, text=True, timeout=240
@@ -136,7 +148,15 @@ def test_several_processes(options):
     assert "PASSED" in result.stdout
 
 
-def test_sizes_that_the_ranks_do_not_divide_are_refused():
-    result = start("--devices", "3")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--devices", "3"), "3 ranks do not divide"),
+        (("--tokens", "0"), "--tokens is 0; allowed: at least 1"),
+        (("--experts", "2"), "allowed: at least the 4 chosen"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(options, says):
+    result = start(*options)
     assert result.returncode == 2
-    assert "3 ranks do not divide" in result.stderr
+    assert says in result.stderr

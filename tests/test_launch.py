@@ -1,6 +1,8 @@
 """The launcher: limits, logs and what it leaves behind."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -61,9 +63,6 @@ def test_a_signal_is_named():
 
 def test_other_processes_are_left_alone():
     code = "import time; time.sleep(600)"
-    import subprocess
-    import sys
-
     bystander = subprocess.Popen([sys.executable, "-c", code])
     try:
         with pytest.raises(launch.ProcessError):
@@ -72,3 +71,38 @@ def test_other_processes_are_left_alone():
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_members_do_not_outlive_a_killed_parent(tmp_path):
+    child = f"""
+import os, time
+from jax_latent_tail import launch
+launch.initialize()
+rank = os.environ["JAX_LATENT_TAIL_PROCESS_ID"]
+open(os.path.join({str(tmp_path)!r}, rank), "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+    parent = f"from jax_latent_tail import launch; launch.run(['-c', {child!r}], 2, timeout_s=90)"
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+        assert len(pids) == 2
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
