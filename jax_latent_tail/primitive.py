@@ -108,11 +108,7 @@ def _jvp_all_gather_add(
 
 def _tangents(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The output tangents of `function`; inputs whose tangent is zero are constants to it."""
-    moving = [
-        index
-        for index, tangent in enumerate(tangents)
-        if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
-    ]
+    moving = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def of_moving(*arrays: Any) -> Any:
         every = dict(enumerate(primals)) | dict(zip(moving, arrays, strict=True))
