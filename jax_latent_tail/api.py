@@ -18,7 +18,7 @@ from jax_latent_tail import primitive, reference
 from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError, UnavailableError
 from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, AxisName, Operands, TailSpec
 
-Arrays = TypeVar("Arrays")
+_Arrays = TypeVar("_Arrays")
 
 # None leaves the choice to the package; the native ones are not part of this version.
 _IMPLEMENTATIONS = (None, "xla")
@@ -161,15 +161,13 @@ def all_gather_add(
     axis_name = _check_axis_name(axis_name)
     _check_implementation(implementation)
     _check_array("x", x, "bfloat16", ndim=2)
-    _check_not_unreduced("x", x)
     x = _vary_over_group(axis_name, x)
     if residual is None:
         return primitive.all_gather_add(axis_name, x)
     _check_array("residual", residual, "bfloat16", ndim=2)
     shape = (x.shape[0], x.shape[1] * lax.axis_size(axis_name))
     if residual.shape != shape:
-        raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}")
-    _check_not_unreduced("residual", residual)
+        raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}: [M, tp * S]")
     _check_equal_on_all_ranks("residual", residual, axis_name)
     return primitive.all_gather_add(axis_name, x, residual)
 
@@ -243,9 +241,6 @@ def _call(
         fp32_internal=bool(fp32_internal),
         max_tokens=int(max_tokens),
     )
-    for name, operand in zip(Operands._fields, operands, strict=True):
-        if operand is not None:
-            _check_not_unreduced(name, operand)
     if operands.gamma is not None:
         _check_equal_on_all_ranks("gamma", operands.gamma, axis_name)
     partials = _vary_over_group(axis_name, operands._replace(gamma=None))
@@ -258,7 +253,7 @@ def _varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _vary_over_group(axis_name: AxisName, partials: Arrays) -> Arrays:
+def _vary_over_group(axis_name: AxisName, partials: _Arrays) -> _Arrays:
     """Casts each array of a pytree that is typed equal on all ranks to one that varies."""
     if not _varying_axes(lax.axis_index(axis_name)):  # check_vma=False: nothing is typed
         return partials
@@ -376,11 +371,8 @@ def _check_array(name: str, x: Any, dtype: str, ndim: int) -> None:
         raise ArgumentTypeError(name, f"of dtype {x.dtype}", allowed)
     if x.ndim != ndim:
         raise ArgumentValueError(name, f"of shape {x.shape}", allowed)
-
-
-def _check_not_unreduced(name: str, x: Any) -> None:
     if jax.typeof(x).manual_axis_type.unreduced:
-        raise ArgumentTypeError(name, f"of type {jax.typeof(x)}", "an array that is not unreduced")
+        raise ArgumentTypeError(name, f"of type {jax.typeof(x)}", f"{allowed}, not unreduced")
 
 
 def _check_equal_on_all_ranks(name: str, x: Any, axis_name: AxisName) -> None:

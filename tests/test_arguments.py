@@ -192,14 +192,26 @@ def test_a_gamma_that_varies_over_the_group():
         )
 
 
-def test_an_unreduced_operand():
-    def call(shared):
-        unreduced = jax.lax.pcast(shared, ("tp",), to="unreduced")
-        return latent_tail.reduce_scatter(unreduced, axis_name="tp")
+@pytest.mark.parametrize("argument", ["routed", "routed.permuted", "shared"])
+def test_an_unreduced_operand(argument):
+    def unreduced(x):
+        return jax.lax.pcast(x, ("tp",), to="unreduced")
 
-    mapped = jax.shard_map(call, mesh=make_mesh((TP,)), in_specs=P("tp"), out_specs=P(None, "tp"))
-    with pytest.raises(ArgumentTypeError, match="not unreduced"):
-        jax.eval_shape(mapped, jnp.ones((TP * TOKENS, HIDDEN), BF16))
+    def call(rows, shared, gamma):
+        if argument == "shared":
+            return latent_tail.reduce_scatter(unreduced(shared), axis_name="tp")
+        routed = unreduced(rows)
+        if argument == "routed.permuted":
+            routed = unfinalized(permuted=routed)
+        return latent_tail.all_reduce_rms_norm(routed, gamma, axis_name="tp")
+
+    mapped = jax.shard_map(
+        call, mesh=make_mesh((TP,)), in_specs=(P("tp"), P("tp"), P()), out_specs=P("tp")
+    )
+    rows, shared = (jnp.ones((TP * TOKENS, columns), BF16) for columns in (LATENT, HIDDEN))
+    with pytest.raises(ArgumentTypeError, match="not unreduced") as caught:
+        jax.eval_shape(mapped, rows, shared, jnp.ones((LATENT,), BF16))
+    assert caught.value.argument == argument
 
 
 def test_numpy_arrays_and_numbers_are_fine():

@@ -147,28 +147,15 @@ def test_axes_that_stay_automatic(other):
     check_groups(latent, shard, routed[None], shared[None], gamma)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_group_of_one(check_vma):
-    routed, shared, gamma = group_inputs(1, 1)
+@pytest.mark.parametrize(("tp", "check_vma"), [(1, True), (1, False), (8, False)])
+def test_groups_of_one_and_unchecked_types(tp, check_vma):
+    routed, shared, gamma = group_inputs(1, tp)
     mapped = jax.shard_map(
         tail("tp"),
-        mesh=make_mesh((1,)),
+        mesh=make_mesh((tp,)),
         in_specs=(P("tp"), P("tp"), P()),
         out_specs=(P(), P(None, "tp")),
         check_vma=check_vma,
-    )
-    latent, shard = jax.jit(mapped)(routed[0], shared[0], gamma)
-    check_groups(latent, shard, routed, shared, gamma)
-
-
-def test_values_do_not_depend_on_check_vma():
-    routed, shared, gamma = group_inputs(1, 8)
-    mapped = jax.shard_map(
-        tail("tp"),
-        mesh=make_mesh((8,)),
-        in_specs=(P("tp"), P("tp"), P()),
-        out_specs=(P(), P(None, "tp")),
-        check_vma=False,
     )
     latent, shard = jax.jit(mapped)(routed[0], shared[0], gamma)
     check_groups(latent, shard, routed, shared, gamma)
