@@ -33,3 +33,21 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 class UnavailableError(LatentTailError, RuntimeError):
     """The implementation that was insisted on cannot run here; the message says why."""
+
+
+class RendezvousError(LatentTailError, RuntimeError):
+    """The processes of a device table did not meet; the message names those that did not come.
+
+    Nothing is decided: the same call may be tried again by all of them.
+    """
+
+
+class DisagreementError(LatentTailError, RuntimeError):
+    """The processes of a device table want different things; the message shows each side.
+
+    Raised in every one of them, with the same text.
+    """
+
+
+class CommunicatorError(LatentTailError, RuntimeError):
+    """A call on the GPU failed, and with it its communicator; the message names rank and token."""
