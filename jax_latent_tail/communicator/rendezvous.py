@@ -16,7 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jax_latent_tail.errors import DisagreementError, LatentTailError, RendezvousError
+from jax_latent_tail.errors import (
+    ArgumentError,
+    DisagreementError,
+    LatentTailError,
+    RendezvousError,
+)
 
 _log = logging.getLogger("jax_latent_tail")
 
@@ -158,8 +163,9 @@ class Rendezvous:
     def session(self) -> Iterator[None]:
         """Meets the others for as long as the block lasts.
 
-        Leave it with no exception, a `Refusal` or a `DisagreementError` only where all do: it then
-        ends with a barrier. With any other, the others are told that this process gave up.
+        Leave it with no exception, a `Refusal`, a `DisagreementError` or an `ArgumentError` only
+        where all do: it then ends with a barrier. With any other, the others are told that this
+        process gave up.
 
         Raises:
           RendezvousError: some did not come within the time, or left.
@@ -172,7 +178,7 @@ class Rendezvous:
                 self._open()
             try:
                 yield
-            except (Refusal, DisagreementError):
+            except (Refusal, DisagreementError, ArgumentError):
                 self._leave()
                 raise
             self._leave()

@@ -1,0 +1,217 @@
+"""The front door: which implementation serves a table of devices, decided once by all processes.
+
+A decision is collective the first time, and remembered. Communicators live until `close_all`,
+which runs when the interpreter exits, or in the program's own time.
+"""
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jax_latent_tail import native
+from jax_latent_tail.communicator import cuda, group, settings
+from jax_latent_tail.communicator.group import DeviceTable
+from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
+from jax_latent_tail.errors import CommunicatorError, UnavailableError
+from jax_latent_tail.spec import TailSpec
+
+_log = logging.getLogger("jax_latent_tail")
+
+CLOSE_TIMEOUT_S = 5.0
+
+_WATCH_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What serves the calls of one description on one table of devices.
+
+    Attributes:
+      implementation: "cuda", "cpu" or "xla", plain collectives.
+      reason: why, or how.
+    """
+
+    implementation: str
+    reason: str
+
+
+class Communicator(Protocol):
+    """What is common to the communicators of all platforms."""
+
+    summary: str
+
+    def failure(self) -> str | None:
+        """What went wrong on this process's ranks, or None; looks at host memory only."""
+
+    def close(self, timeout_s: float) -> None:
+        """Ends it within that time."""
+
+
+_Key = tuple[str, DeviceTable, TailSpec]
+
+_lock = threading.Lock()  # of everything below, and held while deciding
+_decisions: dict[_Key, Decision] = {}
+_live: dict[_Key, Communicator] = {}
+_watcher: "_Watcher | None" = None
+_at_exit = False
+
+
+def unsupported(platform: str, spec: TailSpec) -> str | None:
+    """What about a call's sizes the platform's native implementation does not serve, or None."""
+    return cuda.unsupported(spec) if platform == "cuda" else None
+
+
+def decide(
+    platform: str,
+    table: DeviceTable,
+    spec: TailSpec,
+    devices: Mapping[int, Any],
+    obstacle: str | None = None,
+) -> Decision:
+    """Which implementation serves calls of `spec`; makes the communicator if a native one does.
+
+    Collective: the first time, all processes that hold devices of the table must come here.
+
+    Args:
+      platform: "cuda" or "cpu".
+      table: global device ids, [groups, ranks].
+      devices: the `jax.Device` of each id in the table.
+      obstacle: why this process has no use for a native implementation. It takes part all the
+        same, and the others then have none either.
+
+    Raises:
+      RendezvousError: some process did not come; nothing is decided, and a later call tries again.
+      DisagreementError: the processes differ in the call, the version or the environment.
+      ArgumentValueError: an environment variable has a value that is not allowed.
+    """
+    key = (platform, table, spec)
+    with _lock:
+        decision = _decisions.get(key)
+        if decision is None:
+            start = time.monotonic()
+            decision = _decide(key, devices, obstacle)
+            _decisions[key] = decision
+            _log.info(
+                "devices %s, %s: %s (%s), decided in %.2f s",
+                [list(ids) for ids in table],
+                spec,
+                decision.implementation,
+                decision.reason,
+                time.monotonic() - start,
+            )
+        return decision
+
+
+def _decide(key: _Key, devices: Mapping[int, Any], obstacle: str | None) -> Decision:
+    platform, table, spec = key
+    reason = unsupported(platform, spec)
+    if reason:
+        return Decision("xla", reason)
+    me = jax.process_index()
+    everyone = group.members(table, devices, me)
+    processes = group.participants(everyone)
+    rendezvous = Rendezvous(
+        processes,
+        me,
+        repr((platform, table)),
+        settings.rendezvous_timeout(os.environ),
+        names={process: group.describe_process(everyone, process) for process in processes},
+    )
+    library: native.Library | UnavailableError
+    try:
+        if obstacle:
+            raise UnavailableError(obstacle)
+        library = native.load(platform)
+    except UnavailableError as error:
+        library = error  # a reason for all, which the others must hear
+    try:
+        with rendezvous.session():
+            made = _establish(key, devices, rendezvous, library)
+    except Refusal as refusal:
+        return Decision("xla", str(refusal))
+    _live[key] = made
+    _start_watching()
+    return Decision(platform, made.summary)
+
+
+def _establish(
+    key: _Key, devices: Mapping[int, Any], rendezvous: Rendezvous, library: Any
+) -> Communicator:
+    platform, table, spec = key
+    if platform == "cuda":
+        return cuda.CudaCommunicator.establish(table, spec, devices, rendezvous, library)
+    from jax_latent_tail.communicator import host  # imports what CUDA has no need of
+
+    return host.HostCommunicator.establish(table, spec, devices, rendezvous, library, os.environ)
+
+
+def decisions() -> list[tuple[str, DeviceTable, TailSpec, Decision]]:
+    """All decisions that hold, oldest first."""
+    with _lock:
+        return [(*key, decision) for key, decision in _decisions.items()]
+
+
+def check() -> None:
+    """Raises a CommunicatorError if a live communicator of this process has failed."""
+    for communicator in list(_live.values()):
+        failure = communicator.failure()
+        if failure:
+            raise CommunicatorError(failure)
+
+
+def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Closes all communicators, the latest first, and forgets all decisions.
+
+    Bounded by `timeout_s` in all, apart from a moment for each communicator.
+    """
+    global _watcher
+    with _lock:
+        if _watcher:
+            _watcher.stop()
+            _watcher = None
+        deadline = time.monotonic() + timeout_s
+        while _live:
+            _, communicator = _live.popitem()
+            communicator.close(max(deadline - time.monotonic(), 0.1))
+        _decisions.clear()
+
+
+def _start_watching() -> None:
+    global _watcher, _at_exit
+    if not _at_exit:
+        # After JAX registered its own, so that this runs before: devices and processes are there.
+        atexit.register(close_all)
+        _at_exit = True
+    if _watcher is None:
+        _watcher = _Watcher()
+
+
+class _Watcher:
+    """A thread that logs failures: nothing else tells of one while captured graphs are replayed."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._told: set[int] = set()
+        self._thread = threading.Thread(
+            target=self._watch, name="jax_latent_tail watcher", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
+            for communicator in list(_live.values()):
+                failure = communicator.failure()
+                if failure and id(communicator) not in self._told:
+                    self._told.add(id(communicator))
+                    _log.error("%s failed: %s", communicator.summary, failure)

@@ -1,0 +1,667 @@
+"""The CUDA communicator: memory that all ranks share, kernels that are loaded, and their end."""
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax_latent_tail
+from jax_latent_tail.communicator import cuda_memory, descriptors, group
+from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
+from jax_latent_tail.communicator.driver import Device, Driver, DriverError
+from jax_latent_tail.communicator.group import DeviceTable, Member
+from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
+from jax_latent_tail.communicator.settings import Settings
+from jax_latent_tail.errors import ArgumentError, DisagreementError, UnavailableError
+from jax_latent_tail.kernels import abi, geometry, store
+from jax_latent_tail.kernels.geometry import Geometry
+from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+from jax_latent_tail.native import CudaKernel
+from jax_latent_tail.spec import TailSpec
+
+_log = logging.getLogger("jax_latent_tail")
+
+# Above this a kernel must ask for its dynamic shared memory.
+_DEFAULT_SMEM_BYTES = 48 << 10
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class CudaLibrary(Protocol):
+    """What a communicator needs of `native.Library`."""
+
+    def add_cuda_rank(
+        self,
+        *,
+        ordinal: int,
+        devices: Sequence[int],
+        spec: TailSpec,
+        rank: int,
+        control: int,
+        record: int,
+        call_hash: int,
+        kernels: Sequence[CudaKernel],
+        plans: Sequence[tuple[int, int]],
+        pdl: bool,
+    ) -> int: ...
+
+    def close_cuda_rank(self, handle: int) -> None: ...
+
+
+def unsupported(spec: TailSpec) -> str | None:
+    """What about these sizes no kernel serves, or None; the same on every rank."""
+    latent, hidden = spec.latent_dim or 0, spec.hidden_dim or 0
+    if spec.tp > abi.MAX_RANKS:
+        return f"{spec.tp} ranks are more than the kernels' {abi.MAX_RANKS}"
+    if latent % 8:
+        return f"latent_dim={latent} is not a multiple of 8"
+    if hidden % (8 * spec.tp):
+        return f"hidden_dim={hidden} is not a multiple of 8 * {spec.tp} ranks"
+    if latent == 0 and hidden == 0:
+        return "rows of no columns"
+    return None
+
+
+def call_hash(spec: TailSpec) -> int:
+    """What the headers of calls of this description carry."""
+    if spec.latent_dim is None:
+        op = "reduce_scatter"
+    else:
+        op = "all_reduce_rms_norm" if spec.hidden_dim is None else "fused"
+    return abi.call_hash(
+        op,
+        tp=spec.tp,
+        latent=spec.latent_dim or 0,
+        hidden=spec.hidden_dim or 0,
+        top_k=spec.top_k or 0,
+        fp32_internal=spec.fp32_internal,
+        eps=spec.eps,
+    )
+
+
+class _RecordPage:
+    """A page of host memory that kernels write their `abi.Record` to, and that any thread reads.
+
+    Attributes:
+      address: in this process.
+      device_address: as the device has it.
+    """
+
+    def __init__(self, driver: Driver, device: Device):
+        self._driver, self._device = driver, device
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        # Not kept: an exported buffer would pin the mapping for ever.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._registered = False
+        try:
+            with device.current():
+                driver.call("cuMemHostRegister", self.address, mmap.PAGESIZE, flags)
+                self._registered = True
+                self.device_address = int(driver.call("cuMemHostGetDevicePointer", self.address, 0))
+        except BaseException:
+            self.free()
+            raise
+
+    @property
+    def record(self) -> abi.Record:
+        return abi.Record.from_address(self.address)
+
+    def clear(self) -> None:
+        ctypes.memset(self.address, 0, ctypes.sizeof(abi.Record))
+
+    def free(self) -> None:
+        if self._registered and not quietly("a page of host memory", self._unregister):
+            return  # the device may write to it: leave it where it is
+        self._registered = False
+        self._memory.close()
+
+    def _unregister(self) -> None:
+        with self._device.current():
+            self._driver.call("cuMemHostUnregister", self.address)
+
+
+@dataclasses.dataclass
+class _Home:
+    """What one rank keeps for the life of the process, from its first communicator on.
+
+    Captured graphs hold the address of the control block, so it is never freed, and used again by
+    the next communicator of the same devices and description. The device's context is held by it.
+    """
+
+    device: Device
+    control: Block
+    page: _RecordPage
+    in_use: bool = True
+
+
+# By what they serve: (driver, table, spec, kind of memory, device id).
+_homes: dict[tuple[Any, DeviceTable, TailSpec, Kind, int], _Home] = {}
+# Control blocks and pages of lost contexts: nothing of them may be freed.
+_lost: list[_Home] = []
+
+
+class CudaCommunicator:
+    """One device table's ranks in this process, ready to be called.
+
+    Made by `establish`, in all processes of the table at once; `close` ends it.
+
+    Attributes:
+      table, spec: what it serves.
+      summary: how, for logs.
+    """
+
+    def __init__(
+        self,
+        table: DeviceTable,
+        spec: TailSpec,
+        everyone: Sequence[Member],
+        rendezvous: Rendezvous,
+        library: CudaLibrary | None,
+    ):
+        self.table, self.spec = table, spec
+        self.summary = ""
+        self._everyone = tuple(everyone)
+        self._local = tuple(member for member in everyone if member.ordinal is not None)
+        self._rendezvous = rendezvous
+        self._library = library
+        self._driver: Any = None
+        self._devices: dict[int, Device] = {}
+        self._region: Region | None = None
+        self._homes: dict[Member, _Home] = {}
+        self._new_homes: set[Member] = set()
+        self._modules: list[tuple[Device, Any]] = []
+        self._handles: list[int] = []
+        self._closed = False
+
+    @classmethod
+    def establish(
+        cls,
+        table: DeviceTable,
+        spec: TailSpec,
+        devices: Mapping[int, Any],
+        rendezvous: Rendezvous,
+        library: CudaLibrary | UnavailableError,
+        driver: Driver | None = None,
+        environ: Mapping[str, str] = os.environ,
+        read_user: descriptors.UserReader = descriptors.peer_user,
+        host: str | None = None,
+    ) -> "CudaCommunicator":
+        """Makes a communicator in every process of the table, or in none.
+
+        Collective, within a session of the rendezvous.
+
+        Args:
+          table: global device ids, [groups, ranks].
+          spec: of the calls; `unsupported` has nothing against it.
+          devices: the `jax.Device` of each id.
+          library: the native library, or why this process has none.
+          driver: None loads cuda-bindings.
+          read_user: see `descriptors`.
+          host: what tells hosts apart; None reads the boot id.
+
+        Raises:
+          Refusal: it cannot be, for the reason in the message; in every process.
+          DisagreementError: the processes differ in what they want or in their version; in every
+            process.
+          ArgumentValueError: an environment variable has a value that is not allowed.
+          RendezvousError: some process did not come, or left.
+        """
+        everyone = group.members(table, devices, rendezvous.me)
+        loaded = None if isinstance(library, UnavailableError) else library
+        self = cls(table, spec, everyone, rendezvous, loaded)
+        try:
+            settings = _agree_on_settings(rendezvous, spec, environ)
+
+            def check() -> dict[str, Any]:
+                if isinstance(library, UnavailableError):
+                    raise library
+                self._driver = driver or Driver.load()
+                return self._look_at_devices(host or _BOOT_ID.read_text().strip())
+
+            facts = rendezvous.agree("looking at the devices", check)
+            self._make(settings, facts, read_user)
+        except Refusal:
+            self._abandon(agreed=True)
+            raise
+        except BaseException:
+            self._abandon(agreed=False)
+            raise
+        return self
+
+    def failure(self) -> str | None:
+        """What went wrong on the first of this process's ranks that failed, or None."""
+        for home in self._homes.values():
+            record = home.page.record
+            if record.code:
+                return record.describe()
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Ends it: calls fail from now on, graphs give NaN, shared memory is released.
+
+        Waits for the devices and for the other processes, which close theirs, no longer than
+        `timeout_s` in all; releases no memory that may still be in use. May be called again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        self._close_handles()
+        idle = _within(self._stop_kernels, timeout_s)
+        if idle is not None:
+            _log.warning("%s is left as it is, nothing is freed: %s", self.summary, idle)
+        met = self._rendezvous.barrier(_left(deadline))
+        if not met:
+            _log.warning("not all processes came to close %s", self.summary)
+        if idle is not None:
+            self._give_up()
+            return
+        assert self._region
+        self._region.release_peers()
+        # Ordinary memory must not be freed before its peers have let it go.
+        if self._region.kind == cuda_memory.IPC and not (
+            met and self._rendezvous.barrier(_left(deadline))
+        ):
+            _log.warning("%s: a peer may still use the workspace, it is not freed", self.summary)
+        else:
+            self._region.release_workspaces()
+        self._unload()
+        for member, home in self._homes.items():
+            home.in_use = False
+            if member not in self._new_homes:
+                self._release_device(self._devices[member.ordinal])  # type: ignore[index]
+        self._devices.clear()
+
+    # Making.
+
+    def _look_at_devices(self, host: str) -> dict[str, Any]:
+        """What the others need to know of this process and its devices."""
+        driver = self._driver
+        driver.call("cuInit", 0)
+        facts = {}
+        for member in self._local:
+            with naming(member):
+                assert member.ordinal is not None
+                device = Device(driver, member.ordinal)
+                self._devices[member.ordinal] = device
+                arch = arch_for(
+                    device.attribute("COMPUTE_CAPABILITY_MAJOR"),
+                    device.attribute("COMPUTE_CAPABILITY_MINOR"),
+                )
+                facts[str(member.device_id)] = [driver.uuid(device.device), arch]
+        return {"host": host, "user": os.geteuid(), "devices": facts}
+
+    def _make(
+        self,
+        settings: Settings,
+        facts: Sequence[Mapping[str, Any]],
+        read_user: descriptors.UserReader,
+    ) -> None:
+        """The agreed steps from the devices on."""
+        rendezvous = self._rendezvous
+        hosts, devices = _compare(rendezvous, facts)
+        uuids = {member: devices[str(member.device_id)][0] for member in self._everyone}
+        variant = KernelVariant.of(self.spec, _one_arch(self._everyone, devices))
+        cubin = self._agree_on_cubin(variant)
+
+        # Mapping memory beside kernels that wait for a peer can block, and so can loading.
+        rendezvous.agree("waiting for the devices", self._synchronize)
+
+        tp, latent, hidden = self.spec.tp, variant.latent, variant.hidden
+        kinds = cuda_memory.candidates(self._everyone, hosts)
+        request = cuda_memory.Request(
+            driver=self._driver,
+            everyone=self._everyone,
+            devices=self._devices,
+            uuids=uuids,
+            control_bytes=abi.control_bytes(self.spec.max_tokens),
+            workspace_bytes=abi.workspace_bytes(tp, latent, hidden, self.spec.max_tokens),
+            kept_controls={
+                (kind, member): home.control
+                for kind in kinds
+                for member in self._local
+                if (home := _homes.get(self._home_key(kind, member))) and not home.in_use
+            },
+            read_user=read_user,
+        )
+        self._region = cuda_memory.share(kinds, rendezvous, request)
+        rendezvous.agree("preparing the memory", lambda: self._prepare_memory(settings, request))
+        sharing = {
+            member: sum(
+                (hosts[other.process], uuids[other]) == (hosts[member.process], uuids[member])
+                for other in self._everyone
+            )
+            for member in self._local
+        }
+        plans: dict[Member, tuple[list[CudaKernel], list[tuple[int, int]]]] = {}
+
+        def load() -> None:
+            for member in self._local:
+                with naming(member):
+                    plans[member] = self._load(member, cubin, sharing[member])
+
+        rendezvous.agree("loading the kernels", load)
+        rendezvous.agree("registering the ranks", lambda: self._register(plans, settings))
+        for member, home in self._homes.items():
+            home.in_use = True
+            _homes[self._home_key(self._region.kind, member)] = home
+        self.summary = (
+            f"CUDA, {self._region.kind.name} memory of {request.workspace_bytes} bytes a rank,"
+            f" unicast, kernel {cubin.origin}"
+        )
+
+    def _home_key(self, kind: Kind, member: Member) -> Any:
+        return (self._driver.bindings, self.table, self.spec, kind, member.device_id)
+
+    def _agree_on_cubin(self, variant: KernelVariant) -> store.Cubin:
+        found: list[store.Cubin] = []
+
+        def find() -> dict[str, Any]:
+            found.append(store.find(variant))
+            kernels = [dataclasses.astuple(kernel) for kernel in found[0].kernels]
+            return {"kernel's SHA-256": found[0].sha256, "kernel's entries": kernels}
+
+        answers = self._rendezvous.agree("finding the kernel", find)
+        _require_same(self._rendezvous, answers)
+        return found[0]
+
+    def _synchronize(self) -> None:
+        for member in self._local:
+            with naming(member):
+                assert member.ordinal is not None
+                self._devices[member.ordinal].synchronize()
+
+    def _prepare_memory(self, settings: Settings, request: cuda_memory.Request) -> None:
+        """Writes workspaces, control blocks and records as they are before the first call."""
+        driver, region = self._driver, self._region
+        assert region
+        for member in self._local:
+            with naming(member):
+                device = request.device(member)
+                control = region.controls[member]
+                home = _homes.get(self._home_key(region.kind, member))
+                if home is None or home.control is not control:
+                    home = _Home(device, control, _RecordPage(driver, device))
+                    self._new_homes.add(member)
+                self._homes[member] = home
+                home.page.clear()
+                block = abi.Control()
+                block.workspace = region.workspace(device, member)
+                block.record = home.page.device_address
+                block.deadline_ns = math.ceil(settings.deadline_s * 1e9)
+                for peer in self._everyone:
+                    if peer.group == member.group:
+                        block.peer_workspace[peer.rank] = region.workspace(device, peer)
+                        block.peer_broken[peer.rank] = (
+                            region.control(device, peer) + abi.Control.broken.offset
+                        )
+                head = ctypes.sizeof(block)
+                address = control.address(device)
+                with device.current():
+                    driver.call(
+                        "cuMemsetD32",
+                        block.workspace,
+                        abi.SENTINEL,
+                        request.workspace_bytes // 4,
+                    )
+                    driver.call(
+                        "cuMemsetD32", address + head, 0, (request.control_bytes - head) // 4
+                    )
+                    driver.call("cuMemcpyHtoD", address, ctypes.addressof(block), head)
+                    driver.call("cuCtxSynchronize")
+
+    def _load(
+        self, member: Member, cubin: store.Cubin, sharing: int
+    ) -> tuple[list[CudaKernel], list[tuple[int, int]]]:
+        """The kernels in a member's context, and how to launch each number of tokens.
+
+        Args:
+          sharing: members of the table on the same device.
+        """
+        driver = self._driver
+        assert member.ordinal is not None
+        device = self._devices[member.ordinal]
+        kernels = []
+        with device.current():
+            module = driver.call("cuModuleLoadData", cubin.data)
+            self._modules.append((device, module))
+            resident = []
+            for entry in cubin.kernels:
+                function = driver.call("cuModuleGetFunction", module, entry.symbol.encode())
+                if entry.smem_bytes > _DEFAULT_SMEM_BYTES:
+                    attribute = driver.CUfunction_attribute
+                    driver.call(
+                        "cuFuncSetAttribute",
+                        function,
+                        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        entry.smem_bytes,
+                    )
+                resident.append(
+                    int(
+                        driver.call(
+                            "cuOccupancyMaxActiveClusters", function, _launch(driver, entry)
+                        )
+                    )
+                )
+                kernels.append(
+                    CudaKernel(int(function), entry.cluster, entry.threads, entry.smem_bytes)
+                )
+        geometries = tuple(Geometry(entry.cluster, entry.threads) for entry in cubin.kernels)
+        sm_count = device.attribute("MULTIPROCESSOR_COUNT")
+        roles = (self.spec.latent_dim is not None) + (self.spec.hidden_dim is not None)
+        plans = []
+        for tokens in range(1, self.spec.max_tokens + 1):
+            index = geometry.choose(geometries, tokens)
+            ctas = geometry.token_ctas(
+                tokens,
+                roles=roles,
+                active_clusters=resident[index],
+                sm_count=sm_count,
+                ranks_on_device=sharing,
+                reserved_sms=geometry.RESERVED_SMS if sharing == 1 else 0,
+            )
+            plans.append((index, ctas))
+        return kernels, plans
+
+    def _register(
+        self,
+        plans: Mapping[Member, tuple[list[CudaKernel], list[tuple[int, int]]]],
+        settings: Settings,
+    ) -> None:
+        assert self._library
+        assert self._region
+        for member in self._local:
+            assert member.ordinal is not None
+            device, home = self._devices[member.ordinal], self._homes[member]
+            kernels, launches = plans[member]
+            self._handles.append(
+                self._library.add_cuda_rank(
+                    ordinal=member.ordinal,
+                    devices=[device_id for ids in self.table for device_id in ids],
+                    spec=self.spec,
+                    rank=member.rank,
+                    control=home.control.address(device),
+                    record=home.page.address,
+                    call_hash=call_hash(self.spec),
+                    kernels=kernels,
+                    plans=launches,
+                    pdl=settings.pdl,
+                )
+            )
+
+    # Ending.
+
+    def _abandon(self, agreed: bool) -> None:
+        """Releases everything of an attempt that failed; no call was made with it.
+
+        Args:
+          agreed: whether all processes are here.
+        """
+        self._closed = True
+        self._close_handles()
+        self._unload()
+        for member, home in self._homes.items():
+            if member in self._new_homes:
+                home.page.free()
+            else:
+                quietly("a control block", self._mark_closed, home)
+        if self._region:
+            self._region.release_peers()
+            if agreed:
+                # Ordinary memory must not be freed before its peers have let it go.
+                with contextlib.suppress(Exception):
+                    self._rendezvous.exchange("releasing the memory", b"")
+            self._region.abandon()
+        for device in self._devices.values():
+            self._release_device(device)
+        self._devices.clear()
+        self._homes.clear()
+
+    def _close_handles(self) -> None:
+        for handle in self._handles:
+            assert self._library
+            self._library.close_cuda_rank(handle)
+        self._handles.clear()
+
+    def _stop_kernels(self) -> None:
+        """Lets every kernel of these ranks, running or to come, end without its peers."""
+        for home in self._homes.values():
+            self._mark_closed(home)
+        for device in self._devices.values():
+            device.synchronize()
+
+    def _mark_closed(self, home: _Home) -> None:
+        word = (1).to_bytes(4, "little")
+        address = home.control.address(home.device) + abi.Control.closed.offset
+        with home.device.current():
+            self._driver.call("cuMemcpyHtoD", address, word, len(word))
+
+    def _unload(self) -> None:
+        def unload(device: Device, module: Any) -> None:
+            with device.current():
+                self._driver.call("cuModuleUnload", module)
+
+        while self._modules:
+            quietly("a module", unload, *self._modules.pop())
+
+    def _release_device(self, device: Device) -> None:
+        quietly("a context", device.release)
+
+    def _give_up(self) -> None:
+        """Keeps what a lost or busy context has, for ever."""
+        assert self._region
+        for member, home in self._homes.items():
+            _homes.pop(self._home_key(self._region.kind, member), None)
+            _lost.append(home)
+        _abandoned.append(self)
+
+
+# Communicators whose memory could not be released: kept, so that nothing of it is.
+_abandoned: list[CudaCommunicator] = []
+
+
+def _agree_on_settings(
+    rendezvous: Rendezvous, spec: TailSpec, environ: Mapping[str, str]
+) -> Settings:
+    """The settings, after all processes have found that they want the same."""
+    error: ArgumentError | None = None
+    settings = Settings()
+    try:
+        settings = Settings.read(environ)
+    except ArgumentError as wrong:
+        error = wrong
+    facts = {
+        "version": jax_latent_tail.__version__,
+        "kernel ABI": abi.ABI_VERSION,
+        "kernel sources": store.source_hash(),
+        **dataclasses.asdict(spec),
+        **dataclasses.asdict(settings),
+        "environment": str(error) if error else "valid",
+    }
+    rendezvous.require_equal("comparing the calls", facts)
+    if error:
+        raise error
+    return settings
+
+
+def _compare(
+    rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
+) -> tuple[dict[int, str], dict[str, list[str]]]:
+    """Each process's host, and (UUID, arch) by device id; a Refusal if users differ."""
+    for process, fact in zip(rendezvous.participants, facts, strict=True):
+        if fact["user"] != facts[0]["user"]:
+            raise Refusal(
+                f"{rendezvous.name(rendezvous.participants[0])} runs as user {facts[0]['user']}"
+                f" and {rendezvous.name(process)} as user {fact['user']}: memory is shared only"
+                " between processes of one user"
+            )
+    hosts = dict(zip(rendezvous.participants, (fact["host"] for fact in facts), strict=True))
+    devices = {key: value for fact in facts for key, value in fact["devices"].items()}
+    return hosts, devices
+
+
+def _one_arch(everyone: Sequence[Member], devices: Mapping[str, Sequence[str]]) -> str:
+    """The architecture of all devices; a Refusal where they differ."""
+    first = devices[str(everyone[0].device_id)][1]
+    for member in everyone:
+        arch = devices[str(member.device_id)][1]
+        if arch != first:
+            raise Refusal(f"the devices differ: {everyone[0]} is {first}, {member} is {arch}")
+    return first
+
+
+def _require_same(rendezvous: Rendezvous, answers: Sequence[Mapping[str, Any]]) -> None:
+    """A DisagreementError, in every process, if the answers of an agreed step differ."""
+    for process, answer in zip(rendezvous.participants, answers, strict=True):
+        for name, value in answer.items():
+            if value != answers[0][name]:
+                raise DisagreementError(
+                    f"the {name} is {answers[0][name]} in"
+                    f" {rendezvous.name(rendezvous.participants[0])} and {value} in"
+                    f" {rendezvous.name(process)}"
+                )
+
+
+def _launch(driver: Driver, entry: store.KernelEntry) -> Any:
+    """A CUlaunchConfig of one cluster, to ask how many fit."""
+    dims = driver.CUlaunchAttribute()
+    dims.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dims.value.clusterDim.x, dims.value.clusterDim.y, dims.value.clusterDim.z = 1, entry.cluster, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = 1, entry.cluster, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
+    config.sharedMemBytes = entry.smem_bytes
+    config.attrs = [dims]
+    config.numAttrs = 1
+    return config
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.1)
+
+
+def _within(work: Callable[[], None], timeout_s: float) -> str | None:
+    """Does work that may block in the driver; why it did not end well in that time, or None."""
+    failure: list[str] = []
+
+    def run() -> None:
+        try:
+            work()
+        except DriverError as error:
+            failure.append(str(error))
+
+    thread = threading.Thread(target=run, name="jax_latent_tail close", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        return f"kernels were still running after {timeout_s:.1f} s"
+    return failure[0] if failure else None
