@@ -37,7 +37,8 @@ class DriverError(LatentTailError, RuntimeError):
 
     Attributes:
       function: its name.
-      code: the name of the CUresult, e.g. "CUDA_ERROR_OUT_OF_MEMORY".
+      code: the name of the CUresult, e.g. "CUDA_ERROR_OUT_OF_MEMORY", or what stood against the
+        call being made.
     """
 
     def __init__(self, function: str, code: str):
@@ -75,7 +76,10 @@ class Driver:
 
     def call(self, function: str, *arguments: Any) -> Any:
         """The results of a call: None, one, or a tuple. Raises a DriverError."""
-        status, *results = getattr(self.bindings, function)(*arguments)
+        try:
+            status, *results = getattr(self.bindings, function)(*arguments)
+        except RuntimeError as error:  # how the bindings say that the driver has no such function
+            raise DriverError(function, str(error)) from error
         if status != self.bindings.CUresult.CUDA_SUCCESS:
             raise DriverError(function, self.bindings.CUresult(status).name)
         if not results:

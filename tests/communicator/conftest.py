@@ -1,0 +1,35 @@
+"""Every test with kernels that need no compiler, a scratch folder for sockets, and a time limit."""
+
+import faulthandler
+import tempfile
+
+import pytest
+
+from jax_latent_tail.communicator import cuda
+from jax_latent_tail.kernels import store
+
+LIMIT_S = 90
+
+
+@pytest.fixture(autouse=True)
+def _limit():
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def sockets(tmp_path, monkeypatch):
+    """The folder in which sockets are made."""
+    folder = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch):
+    import world
+
+    monkeypatch.setattr(store, "find", lambda variant: world.World.cubin_stand_in(None, variant))
+    monkeypatch.setattr(cuda, "_homes", {})
+    monkeypatch.setattr(cuda, "_lost", [])

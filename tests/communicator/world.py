@@ -1,0 +1,264 @@
+"""Hosts, processes, devices and a key-value store in which communicators are made, by threads."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import time
+
+import fake_cuda
+
+from jax_latent_tail.communicator import cuda
+from jax_latent_tail.communicator.driver import Driver
+from jax_latent_tail.communicator.rendezvous import Rendezvous, ServiceStore
+from jax_latent_tail.kernels import store
+from jax_latent_tail.spec import TailSpec
+
+TIMEOUT_S = 60
+
+
+class Service:
+    """The coordination service: what `DistributedRuntimeClient` does, for threads."""
+
+    def __init__(self):
+        self.values = {}
+        self._changed = threading.Condition()
+        self._barriers = {}
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        with self._changed:
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def key_value_dir_get_bytes(self, folder):
+        with self._changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.values, milliseconds / 1e3):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            self.values.pop(key, None)
+            self._changed.notify_all()
+
+    def wait_at_barrier(self, name, milliseconds, process_ids):
+        with self._changed:
+            barrier = self._barriers.setdefault(name, {"came": 0, "failed": False})
+            barrier["came"] += 1
+            self._changed.notify_all()
+            met = self._changed.wait_for(
+                lambda: barrier["came"] == len(process_ids) or barrier["failed"],
+                milliseconds / 1e3,
+            )
+            if not met or barrier["failed"]:
+                barrier["failed"] = True
+                self._changed.notify_all()
+                raise RuntimeError(f"DEADLINE_EXCEEDED: barrier {name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What of a `jax.Device` is used."""
+
+    id: int
+    process_index: int
+    local_hardware_id: int
+
+
+class Library:
+    """The native library: notes who is registered."""
+
+    def __init__(self):
+        self.ranks = {}
+        self.registrations = []
+        self._handles = itertools.count(1)
+
+    def add_cuda_rank(self, **arguments):
+        handle = next(self._handles)
+        self.ranks[handle] = arguments
+        self.registrations.append(arguments)
+        return handle
+
+    def close_cuda_rank(self, handle):
+        del self.ranks[handle]
+
+
+@dataclasses.dataclass
+class Process:
+    """One process of a world.
+
+    Attributes:
+      ordinals: its devices, by global id.
+    """
+
+    index: int
+    machine: fake_cuda.Machine
+    bindings: fake_cuda.FakeDriver
+    host: str
+    ordinals: dict
+    library: object = dataclasses.field(default_factory=Library)
+    environ: dict = dataclasses.field(default_factory=dict)
+    options: dict = dataclasses.field(default_factory=dict)
+    timeout_s: float = 20.0
+
+
+class World:
+    """Processes with devices, ids counted through.
+
+    Args:
+      shape: devices of each process.
+      hosts: the host of each process; all on one by default.
+      visible: the physical devices that each process sees, if not its own only.
+      shared_device: all processes use the first device of their host.
+      permute: gives the order of a process's ordinals.
+    """
+
+    def __init__(
+        self, shape, *, hosts=None, sees_all=False, shared_device=False, permute=None, **machine
+    ):
+        hosts = hosts or ["host"] * len(shape)
+        self.service = Service()
+        self.machines = {}
+        for host in hosts:
+            if host not in self.machines:
+                fabric = next(iter(self.machines.values()), None)
+                self.machines[host] = fake_cuda.Machine(
+                    devices=1 if shared_device else sum(shape), same_fabric_as=fabric, **machine
+                )
+        self.processes = []
+        self.devices = {}
+        next_id, used = 0, dict.fromkeys(self.machines, 0)
+        for index, (count, host) in enumerate(zip(shape, hosts, strict=True)):
+            own = [0] if shared_device else list(range(used[host], used[host] + count))
+            used[host] += count
+            if permute:
+                own = [own[i] for i in permute[:count]]
+            visible = list(range(sum(shape))) if sees_all else own
+            bindings = self.machines[host].process(visible)
+            ordinals = {}
+            for physical in own:
+                ordinals[next_id] = visible.index(physical)
+                self.devices[next_id] = FakeDevice(next_id, index, visible.index(physical))
+                next_id += 1
+            self.processes.append(
+                Process(index, self.machines[host], bindings, host, ordinals)
+            )
+
+    @property
+    def misuses(self):
+        return [misuse for machine in self.machines.values() for misuse in machine.misuses]
+
+    def each(self, work, processes=None):
+        """`work(process)` in a thread each; results or exceptions, in order."""
+        processes = self.processes if processes is None else processes
+        results = [None] * len(processes)
+
+        def run(position, process):
+            try:
+                results[position] = work(process)
+            except BaseException as error:
+                results[position] = error
+            assert process.bindings.stack == []
+
+        threads = [
+            threading.Thread(target=run, args=item, daemon=True) for item in enumerate(processes)
+        ]
+        deadline = time.monotonic() + TIMEOUT_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+            assert not thread.is_alive(), "a process hangs"
+        assert not self.misuses, self.misuses
+        return results
+
+    def establish(self, table, spec, processes=None, specs=None):
+        """A communicator, or what was raised, for each process."""
+        members = {self.devices[device].process_index for ids in table for device in ids}
+
+        def make(process):
+            rendezvous = Rendezvous(
+                sorted(members),
+                process.index,
+                repr(table),
+                process.timeout_s,
+                ServiceStore(self.service),
+            )
+            with rendezvous.session():
+                return cuda.CudaCommunicator.establish(
+                    table,
+                    (specs or {}).get(process.index, spec),
+                    self.devices,
+                    rendezvous,
+                    process.library,
+                    driver=Driver(process.bindings),
+                    environ=process.environ,
+                    host=process.host,
+                    **process.options,
+                )
+
+        if processes is None:
+            processes = [p for p in self.processes if p.index in members]
+        return self.each(make, processes)
+
+    def close(self, communicators, timeout_s=5.0):
+        """Closes one of each process, all at once."""
+        by_process = {c._rendezvous.me: c for c in communicators}
+        self.each(
+            lambda process: by_process[process.index].close(timeout_s),
+            [p for p in self.processes if p.index in by_process],
+        )
+
+    def holdings(self):
+        """What each process holds of the driver."""
+        return [process.bindings.holdings() for process in self.processes]
+
+    def cubin_stand_in(self, variant):
+        """What `store.find` gives: two kernels."""
+        symbols = ("few", "many")
+        data = f"{variant.key} {symbols}".encode()
+        kernels = tuple(
+            store.KernelEntry(symbol, cluster, 128, 4096 * cluster**2, 64)
+            for symbol, cluster in zip(symbols, (4, 1), strict=True)
+        )
+        return store.Cubin(variant, data, hashlib.sha256(data).hexdigest(), kernels, "a stand-in")
+
+
+def spec(tp, latent=256, hidden=None, max_tokens=40, **options):
+    """A small call."""
+    return TailSpec(
+        tp=tp,
+        latent_dim=latent,
+        hidden_dim=16 * tp if hidden is None else hidden,
+        top_k=options.pop("top_k", None),
+        eps=1e-6,
+        fp32_internal=False,
+        max_tokens=max_tokens,
+        **options,
+    )
+
+
+def row(count):
+    """A table of one group."""
+    return (tuple(range(count)),)
+
+
+@contextlib.contextmanager
+def nothing_left(world, folder):
+    """Checks files, descriptors and keys after the block."""
+    with fake_cuda.descriptors_unchanged(world.machines.values()):
+        yield
+    assert os.listdir(folder) == []
+    assert world.service.values == {}
+
+
+logging.getLogger("jax_latent_tail").setLevel(logging.DEBUG)
