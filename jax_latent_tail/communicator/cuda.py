@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax_latent_tail
-from jax_latent_tail.communicator import cuda_memory, descriptors, group
+from jax_latent_tail.communicator import cuda_memory, descriptors, group, multicast
 from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
 from jax_latent_tail.communicator.driver import Device, Driver, DriverError
 from jax_latent_tail.communicator.group import DeviceTable, Member
+from jax_latent_tail.communicator.multicast import Multicast
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.communicator.settings import Settings
 from jax_latent_tail.errors import ArgumentError, DisagreementError, UnavailableError
 from jax_latent_tail.kernels import abi, geometry, store
 from jax_latent_tail.kernels.geometry import Geometry
-from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+from jax_latent_tail.kernels.variant import MULTICAST, KernelVariant, arch_for
 from jax_latent_tail.native import CudaKernel
 from jax_latent_tail.spec import TailSpec
 
@@ -178,6 +179,7 @@ class CudaCommunicator:
         self._region: Region | None = None
         self._homes: dict[Member, _Home] = {}
         self._new_homes: set[Member] = set()
+        self._multicast: Multicast | None = None
         self._modules: list[tuple[Device, Any]] = []
         self._handles: list[int] = []
         self._closed = False
@@ -266,6 +268,7 @@ class CudaCommunicator:
             self._give_up()
             return
         assert self._region
+        self._release_multicast()
         self._region.release_peers()
         # Ordinary memory must not be freed before its peers have let it go.
         if self._region.kind == cuda_memory.IPC and not (
@@ -293,11 +296,16 @@ class CudaCommunicator:
                 assert member.ordinal is not None
                 device = Device(driver, member.ordinal)
                 self._devices[member.ordinal] = device
+                has_multicast = bool(device.attribute("MULTICAST_SUPPORTED"))
                 arch = arch_for(
                     device.attribute("COMPUTE_CAPABILITY_MAJOR"),
                     device.attribute("COMPUTE_CAPABILITY_MINOR"),
                 )
-                facts[str(member.device_id)] = [driver.uuid(device.device), arch]
+                facts[str(member.device_id)] = [
+                    driver.uuid(device.device),
+                    arch,
+                    has_multicast,
+                ]
         return {"host": host, "user": os.geteuid(), "devices": facts}
 
     def _make(
@@ -311,7 +319,7 @@ class CudaCommunicator:
         hosts, devices = _compare(rendezvous, facts)
         uuids = {member: devices[str(member.device_id)][0] for member in self._everyone}
         variant = KernelVariant.of(self.spec, _one_arch(self._everyone, devices))
-        cubin = self._agree_on_cubin(variant)
+        cubin = self._agree_on_cubin("finding the kernel", variant)
 
         # Mapping memory beside kernels that wait for a peer can block, and so can loading.
         rendezvous.agree("waiting for the devices", self._synchronize)
@@ -333,7 +341,11 @@ class CudaCommunicator:
             },
             read_user=read_user,
         )
+        if settings.multicast:
+            request = self._with_multicast_granule(request, kinds)
         self._region = cuda_memory.share(kinds, rendezvous, request)
+        if settings.multicast:
+            cubin = self._try_multicast(request, variant, devices) or cubin
         rendezvous.agree("preparing the memory", lambda: self._prepare_memory(settings, request))
         sharing = {
             member: sum(
@@ -356,13 +368,54 @@ class CudaCommunicator:
             _homes[self._home_key(self._region.kind, member)] = home
         self.summary = (
             f"CUDA, {self._region.kind.name} memory of {request.workspace_bytes} bytes a rank,"
-            f" unicast, kernel {cubin.origin}"
+            f" {cubin.variant.publish}, kernel {cubin.origin}"
         )
+
+    def _with_multicast_granule(
+        self, request: cuda_memory.Request, kinds: Sequence[Kind]
+    ) -> cuda_memory.Request:
+        """The request with sizes that can be bound to multicast, where this process can tell."""
+        try:
+            granule = multicast.granularity(self._driver, kinds[0], self.spec.tp)
+        except DriverError as error:
+            # Without it the sizes differ, or creating the object fails: for all alike.
+            _log.debug("no multicast granularity: %s", error)
+            return request
+        return dataclasses.replace(request, granule=granule)
+
+    def _try_multicast(
+        self,
+        request: cuda_memory.Request,
+        variant: KernelVariant,
+        devices: Mapping[str, Sequence[Any]],
+    ) -> store.Cubin | None:
+        """The kernel that publishes by multicast, if the group can; in all processes or in none."""
+        assert self._region
+        tp = self.spec.tp
+        supported = {member: devices[str(member.device_id)][2] for member in self._everyone}
+        reason = multicast.obstacle(self._everyone, request.uuids, supported, self._region)
+        if variant.latent == 0 or tp == 1:
+            reason = "nothing is published to all ranks"
+        if reason is None:
+            pitch = abi.Slot(tp, variant.latent, variant.hidden).routed_pitch
+            try:
+                cubin = self._agree_on_cubin(
+                    "finding the multicast kernel",
+                    dataclasses.replace(variant, publish=MULTICAST),
+                )
+                self._multicast = multicast.share(
+                    self._rendezvous, request, self._region, tp, pitch
+                )
+                return cubin
+            except Refusal as refusal:
+                reason = str(refusal)
+        _log.warning("no multicast, although it was asked for: %s", reason)
+        return None
 
     def _home_key(self, kind: Kind, member: Member) -> Any:
         return (self._driver.bindings, self.table, self.spec, kind, member.device_id)
 
-    def _agree_on_cubin(self, variant: KernelVariant) -> store.Cubin:
+    def _agree_on_cubin(self, step: str, variant: KernelVariant) -> store.Cubin:
         found: list[store.Cubin] = []
 
         def find() -> dict[str, Any]:
@@ -370,7 +423,7 @@ class CudaCommunicator:
             kernels = [dataclasses.astuple(kernel) for kernel in found[0].kernels]
             return {"kernel's SHA-256": found[0].sha256, "kernel's entries": kernels}
 
-        answers = self._rendezvous.agree("finding the kernel", find)
+        answers = self._rendezvous.agree(step, find)
         _require_same(self._rendezvous, answers)
         return found[0]
 
@@ -397,6 +450,8 @@ class CudaCommunicator:
                 block = abi.Control()
                 block.workspace = region.workspace(device, member)
                 block.record = home.page.device_address
+                if self._multicast:
+                    block.multicast = self._multicast.address(device, member.group)
                 block.deadline_ns = math.ceil(settings.deadline_s * 1e9)
                 for peer in self._everyone:
                     if peer.group == member.group:
@@ -514,6 +569,7 @@ class CudaCommunicator:
                 home.page.free()
             else:
                 quietly("a control block", self._mark_closed, home)
+        self._release_multicast()
         if self._region:
             self._region.release_peers()
             if agreed:
@@ -544,6 +600,11 @@ class CudaCommunicator:
         address = home.control.address(home.device) + abi.Control.closed.offset
         with home.device.current():
             self._driver.call("cuMemcpyHtoD", address, word, len(word))
+
+    def _release_multicast(self) -> None:
+        if self._multicast:
+            self._multicast.free()
+            self._multicast = None
 
     def _unload(self) -> None:
         def unload(device: Device, module: Any) -> None:
@@ -595,8 +656,11 @@ def _agree_on_settings(
 
 def _compare(
     rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
-) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """Each process's host, and (UUID, arch) by device id; a Refusal if users differ."""
+) -> tuple[dict[int, str], dict[str, list[Any]]]:
+    """Each process's host, and by device id its UUID, arch and whether it has multicast.
+
+    A Refusal if the users differ.
+    """
     for process, fact in zip(rendezvous.participants, facts, strict=True):
         if fact["user"] != facts[0]["user"]:
             raise Refusal(
@@ -609,9 +673,9 @@ def _compare(
     return hosts, devices
 
 
-def _one_arch(everyone: Sequence[Member], devices: Mapping[str, Sequence[str]]) -> str:
+def _one_arch(everyone: Sequence[Member], devices: Mapping[str, Sequence[Any]]) -> str:
     """The architecture of all devices; a Refusal where they differ."""
-    first = devices[str(everyone[0].device_id)][1]
+    first = str(devices[str(everyone[0].device_id)][1])
     for member in everyone:
         arch = devices[str(member.device_id)][1]
         if arch != first:

@@ -140,15 +140,19 @@ class VirtualBlock(Block):
         assert self._placed
         return self._reserved
 
-    def free(self) -> None:
+    def unmap(self) -> None:
+        """Undoes `place`; logs what fails."""
         call, self._placed = self.driver.call, False
         if self._mapped:
             self._mapped = not quietly("a mapping", call, "cuMemUnmap", self._reserved, self.size)
         if self._reserved and not self._mapped:
             quietly("an address range", call, "cuMemAddressFree", self._reserved, self.size)
             self._reserved = 0
+
+    def free(self) -> None:
+        self.unmap()
         if self.handle is not None:
-            quietly("a memory handle", call, "cuMemRelease", self.handle)
+            quietly("a memory handle", self.driver.call, "cuMemRelease", self.handle)
             self.handle = None
 
 

@@ -36,6 +36,10 @@ class Refusal(LatentTailError, RuntimeError):
     """The native implementation cannot run; raised alike, with one text, in every process."""
 
 
+# What ends a session in all processes at the same step.
+_AGREED = (Refusal, DisagreementError, ArgumentError)
+
+
 class Store(Protocol):
     """A key-value store that all processes see, and its barrier."""
 
@@ -150,6 +154,8 @@ class Rendezvous:
         self._posted: list[str] = []  # keys of this process that are still there
         self._steps = 0
         self._barriers = 0
+        # An exception that ends the session here, and some exception everywhere else.
+        self._known_to_all: Exception | None = None
 
     @property
     def alone(self) -> bool:
@@ -178,8 +184,9 @@ class Rendezvous:
                 self._open()
             try:
                 yield
-            except (Refusal, DisagreementError, ArgumentError):
-                self._leave()
+            except Exception as error:
+                if isinstance(error, _AGREED) or error is self._known_to_all:
+                    self._leave()
                 raise
             self._leave()
         finally:
@@ -221,7 +228,7 @@ class Rendezvous:
           RendezvousError: it failed in another process in a way that is nobody's plan; the process
             itself raises what that was.
         """
-        unforeseen = None
+        unforeseen: Exception | None = None
         answer: dict[str, Any]
         try:
             answer = {"value": work()}
@@ -232,13 +239,12 @@ class Rendezvous:
             unforeseen = error
             answer = {"unforeseen": repr(error)}
         answers = [json.loads(a) for a in self.exchange(step, json.dumps(answer).encode())]
-        if unforeseen:
-            raise unforeseen
         for process, answer in zip(self.participants, answers, strict=True):
             if "unforeseen" in answer:
-                raise RendezvousError(
+                self._known_to_all = unforeseen or RendezvousError(
                     f"{self.name(process)} failed at '{step}': {answer['unforeseen']}"
                 )
+                raise self._known_to_all
         for process, answer in zip(self.participants, answers, strict=True):
             if "refusal" in answer:
                 raise Refusal(f"'{step}' failed in {self.name(process)}: {answer['refusal']}")

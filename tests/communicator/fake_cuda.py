@@ -48,7 +48,12 @@ class Allocation:
         if size > device.free:
             raise Failure("OUT_OF_MEMORY")
         device.free -= size
-        self.machine, self.device, self.size, self.handle_types = machine, device, size, handle_types
+        self.machine, self.device, self.size, self.handle_types = (
+            machine,
+            device,
+            size,
+            handle_types,
+        )
         self.data = bytearray(size)
         self.references = 0
         self.opened = 0  # by how many other processes, over IPC
@@ -108,16 +113,14 @@ class MulticastObject:
 class Machine:
     """A host. `same_fabric_as`: another whose memory can be imported here."""
 
-    def __init__(
-        self, devices=8, capability=(9, 0), sms=132, memory=1 << 30, same_fabric_as=None
-    ):
+    def __init__(self, devices=8, capability=(9, 0), sms=132, memory=1 << 30, same_fabric_as=None):
         first = same_fabric_as.first + 64 if same_fabric_as else 1
         self.first = first
         self.lock = same_fabric_as.lock if same_fabric_as else threading.RLock()
         self.devices = [Physical(first + i, capability, sms, memory) for i in range(devices)]
         self.no_peer_access = set()  # pairs of indices
         self.handle_types = {1, 8}  # POSIX_FILE_DESCRIPTOR, FABRIC
-        self.ipc = True
+        self.virtual = self.ipc = True
         self.by_inode = {}
         self.by_identity = same_fabric_as.by_identity if same_fabric_as else {}
         self.numbers = same_fabric_as.numbers if same_fabric_as else itertools.count(1)
@@ -373,13 +376,11 @@ class FakeDriver:
 
     def _cuMemCreate(self, size, properties, flags):
         assert properties.type == real.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        assert (
-            properties.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        )
+        assert properties.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         types = properties.requestedHandleTypes.value
         if size == 0 or size % GRANULARITY:
             raise Failure("INVALID_VALUE")
-        if types and types not in self.machine.handle_types:
+        if not self.machine.virtual or (types and types not in self.machine.handle_types):
             raise Failure("NOT_SUPPORTED")
         device = self._device(properties.location.id)
         return self._new_handle(Allocation(self.machine, device, size, types))
@@ -455,9 +456,7 @@ class FakeDriver:
         if mapping is None or mapping.size != size or count != len(descriptors):
             raise Misuse("access to what is not mapped")
         for descriptor in descriptors:
-            assert (
-                descriptor.flags == real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            )
+            assert descriptor.flags == real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             self._device(descriptor.location.id)
             mapping.access.add(descriptor.location.id)
 
@@ -618,7 +617,7 @@ class FakeDriver:
 
     def _cuLaunchKernel(self, function, *rest):
         *dims, shared, stream, parameters, extra = rest
-        ordinal, name = self.functions[_number(function)]
+        ordinal, _ = self.functions[_number(function)]
         if ordinal != self.current():
             raise Misuse("a function of another context")
         assert dims == [1] * 6

@@ -14,10 +14,17 @@ import fake_cuda
 from jax_latent_tail.communicator import cuda
 from jax_latent_tail.communicator.driver import Driver
 from jax_latent_tail.communicator.rendezvous import Rendezvous, ServiceStore
-from jax_latent_tail.kernels import store
+from jax_latent_tail.kernels import abi, store
 from jax_latent_tail.spec import TailSpec
 
 TIMEOUT_S = 60
+
+_current = threading.local()
+
+
+def current_process():
+    """The process whose thread this is, if any."""
+    return getattr(_current, "process", None)
 
 
 class Service:
@@ -149,9 +156,7 @@ class World:
                 ordinals[next_id] = visible.index(physical)
                 self.devices[next_id] = FakeDevice(next_id, index, visible.index(physical))
                 next_id += 1
-            self.processes.append(
-                Process(index, self.machines[host], bindings, host, ordinals)
-            )
+            self.processes.append(Process(index, self.machines[host], bindings, host, ordinals))
 
     @property
     def misuses(self):
@@ -163,6 +168,7 @@ class World:
         results = [None] * len(processes)
 
         def run(position, process):
+            _current.process = process
             try:
                 results[position] = work(process)
             except BaseException as error:
@@ -217,6 +223,75 @@ class World:
             lambda process: by_process[process.index].close(timeout_s),
             [p for p in self.processes if p.index in by_process],
         )
+
+    def kept(self, communicators_closed=1):
+        """What `holdings` is once everything is closed: each rank's control block and page."""
+        return [
+            {
+                kind: communicators_closed * len(process.ordinals)
+                for kind in (
+                    "contexts",
+                    "handles",
+                    "reservations",
+                    "mappings",
+                    "host pages",
+                )
+            }
+            for process in self.processes
+        ]
+
+    def check_wired(self, communicators, table, spec, deadline_s=60.0):
+        """Every address in every control block leads where it should; all is as at the start."""
+        layout = [(group, rank) for group in range(len(table)) for rank in range(spec.tp)]
+        ranks = {}
+        for communicator in communicators:
+            process = self.processes[communicator._rendezvous.me]
+            for arguments in process.library.ranks.values():
+                owner = next(
+                    device
+                    for device, ordinal in process.ordinals.items()
+                    if ordinal == arguments["ordinal"]
+                )
+                ranks[owner] = (process, arguments)
+        assert sorted(ranks) == sorted(device for ids in table for device in ids)
+        controls = {}
+        size = abi.workspace_bytes(
+            spec.tp, spec.latent_dim or 0, spec.hidden_dim or 0, spec.max_tokens
+        )
+        for device, (process, arguments) in ranks.items():
+            ordinal = arguments["ordinal"]
+            data = process.bindings.read(
+                arguments["control"], abi.control_bytes(spec.max_tokens), ordinal
+            )
+            control = controls[device] = abi.Control.from_buffer_copy(data)
+            assert not any(data[abi.GENERATIONS_OFFSET :])
+            assert (control.broken, control.closed, control.claimed) == (0, 0, 0)
+            assert control.record == arguments["record"]
+            assert control.deadline_ns == int(deadline_s * 1e9)
+            words = process.bindings.read(control.workspace, size, ordinal)
+            assert words == abi.SENTINEL.to_bytes(4, "little") * (size // 4)
+        for group, rank in layout:
+            device = table[group][rank]
+            process, arguments = ranks[device]
+            assert arguments["rank"] == rank
+            assert arguments["devices"] == [d for ids in table for d in ids]
+            control = controls[device]
+            for peer, peer_device in enumerate(table[group]):
+                peer_process, peer_arguments = ranks[peer_device]
+                mark = bytes([group + 1, rank + 1, peer + 1, 7]) * 4
+                offset = size - 16 * (1 + rank)
+                process.bindings.write(
+                    control.peer_workspace[peer] + offset, mark, arguments["ordinal"]
+                )
+                own = controls[peer_device].workspace + offset
+                assert peer_process.bindings.read(own, 16, peer_arguments["ordinal"]) == mark
+                process.bindings.write(control.peer_broken[peer], mark[:4], arguments["ordinal"])
+                broken = peer_process.bindings.read(
+                    peer_arguments["control"], 4, peer_arguments["ordinal"]
+                )
+                assert broken == mark[:4]
+            assert not any(control.peer_workspace[spec.tp :])
+            assert not any(control.peer_broken[spec.tp :])
 
     def holdings(self):
         """What each process holds of the driver."""
