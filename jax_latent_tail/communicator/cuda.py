@@ -1,6 +1,5 @@
 """The CUDA communicator: memory that all ranks share, kernels that are loaded, and their end."""
 
-import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -21,7 +20,12 @@ from jax_latent_tail.communicator.group import DeviceTable, Member
 from jax_latent_tail.communicator.multicast import Multicast
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.communicator.settings import Settings
-from jax_latent_tail.errors import ArgumentError, DisagreementError, UnavailableError
+from jax_latent_tail.errors import (
+    ArgumentError,
+    DisagreementError,
+    RendezvousError,
+    UnavailableError,
+)
 from jax_latent_tail.kernels import abi, geometry, store
 from jax_latent_tail.kernels.geometry import Geometry
 from jax_latent_tail.kernels.variant import MULTICAST, KernelVariant, arch_for
@@ -269,10 +273,10 @@ class CudaCommunicator:
             return
         assert self._region
         self._release_multicast()
-        self._region.release_peers()
         # Ordinary memory must not be freed before its peers have let it go.
+        released = self._region.release_peers()
         if self._region.kind == cuda_memory.IPC and not (
-            met and self._rendezvous.barrier(_left(deadline))
+            met and released and self._rendezvous.barrier(_left(deadline))
         ):
             _log.warning("%s: a peer may still use the workspace, it is not freed", self.summary)
         else:
@@ -571,12 +575,10 @@ class CudaCommunicator:
                 quietly("a control block", self._mark_closed, home)
         self._release_multicast()
         if self._region:
-            self._region.release_peers()
-            if agreed:
-                # Ordinary memory must not be freed before its peers have let it go.
-                with contextlib.suppress(Exception):
-                    self._rendezvous.exchange("releasing the memory", b"")
-            self._region.abandon()
+            try:
+                self._region.abandon(self._rendezvous if agreed else None)
+            except RendezvousError as error:  # what ends this attempt is known already
+                _log.warning("memory of an attempt that failed is not freed: %s", error)
         for device in self._devices.values():
             self._release_device(device)
         self._devices.clear()

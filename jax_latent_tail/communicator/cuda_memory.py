@@ -108,8 +108,11 @@ class Block:
         """Where a local device finds it."""
         raise NotImplementedError
 
-    def free(self) -> None:
-        """Undoes all there is, mapping and memory; may be called again. Logs what fails."""
+    def free(self) -> bool:
+        """Undoes all there is, mapping and memory; may be called again.
+
+        Whether nothing is left; logs what fails.
+        """
         raise NotImplementedError
 
 
@@ -149,11 +152,13 @@ class VirtualBlock(Block):
             quietly("an address range", call, "cuMemAddressFree", self._reserved, self.size)
             self._reserved = 0
 
-    def free(self) -> None:
+    def free(self) -> bool:
         self.unmap()
-        if self.handle is not None:
-            quietly("a memory handle", self.driver.call, "cuMemRelease", self.handle)
-            self.handle = None
+        released = self.handle is None or quietly(
+            "a memory handle", self.driver.call, "cuMemRelease", self.handle
+        )
+        self.handle = None
+        return released and not self._mapped
 
 
 def access_to(driver: Driver, reader: Device) -> Any:
@@ -189,10 +194,10 @@ class PlainBlock(Block):
     def address(self, reader: Device) -> int:
         return self._address
 
-    def free(self) -> None:
-        if self._address:
-            quietly("device memory", self._free)
-            self._address = 0
+    def free(self) -> bool:
+        freed = not self._address or quietly("device memory", self._free)
+        self._address = 0
+        return freed
 
     def _free(self) -> None:
         with self._device.current():
@@ -228,9 +233,10 @@ class OpenedBlock(Block):
     def address(self, reader: Device) -> int:
         return next(address for opener, address in self._opened if opener is reader)
 
-    def free(self) -> None:
-        while self._opened:
-            quietly("a peer's memory", self._close, *self._opened.pop())
+    def free(self) -> bool:
+        closed = [quietly("a peer's memory", self._close, *opened) for opened in self._opened]
+        self._opened.clear()
+        return all(closed)
 
     def _close(self, reader: Device, address: int) -> None:
         with reader.current():
@@ -253,6 +259,7 @@ class Region:
         self.sizes: dict[Member, int] = {}
         self._kept: set[Member] = set()  # whose control block was there before
         self._foreign: dict[Member, list[Block]] = {}
+        self._exported = False
 
     def control(self, reader: Device, member: Member) -> int:
         """Where a local device finds the control block of a member of its group."""
@@ -263,12 +270,11 @@ class Region:
         own = self.workspaces.get(member)
         return (own or self._foreign[member][_WORKSPACE]).address(reader)
 
-    def release_peers(self) -> None:
-        """Unmaps what belongs to other processes."""
-        for blocks in self._foreign.values():
-            for block in blocks:
-                block.free()
+    def release_peers(self) -> bool:
+        """Unmaps what belongs to other processes; whether nothing of it is left."""
+        freed = [block.free() for blocks in self._foreign.values() for block in blocks]
         self._foreign.clear()
+        return all(freed)
 
     def release_workspaces(self) -> None:
         """Frees this process's workspaces."""
@@ -276,9 +282,21 @@ class Region:
             block.free()
         self.workspaces.clear()
 
-    def abandon(self) -> None:
-        """Releases everything that was made for this region."""
-        self.release_peers()
+    def abandon(self, rendezvous: Rendezvous | None) -> None:
+        """Releases everything that was made for this region.
+
+        Args:
+          rendezvous: through which all processes do so at once; None where only this one does.
+        """
+        released = self.release_peers()
+        if self.kind == IPC and self._exported:
+            # Freeing ordinary memory that a peer has open is undefined: rather lose it.
+            answers = [b"?"]
+            if rendezvous:
+                answers = rendezvous.exchange("releasing memory", b"yes" if released else b"no")
+            if set(answers) != {b"yes"}:
+                _log.warning("a peer may still have memory of this process open: it is not freed")
+                return
         self.release_workspaces()
         for member, block in self.controls.items():
             if member not in self._kept:
@@ -347,11 +365,11 @@ def share(kinds: Sequence[Kind], rendezvous: Rendezvous, request: Request) -> Re
             _fill(region, rendezvous, request)
             return region
         except Refusal as refusal:
-            region.abandon()
+            region.abandon(rendezvous)
             reasons.append(str(refusal))
             _log.info("memory of the kind %s cannot be shared: %s", kind.name, refusal)
         except BaseException:
-            region.abandon()
+            region.abandon(None)
             raise
     raise Refusal("; ".join(reasons))
 
@@ -409,6 +427,7 @@ def _fill(region: Region, rendezvous: Rendezvous, request: Request) -> None:
             for handles in received.values():
                 descriptors.close_all(handles)
     elif kind in (IPC, FABRIC):
+        region._exported = True
         exported = _merged(
             rendezvous.agree(f"exporting {kind.name} memory", lambda: _export(region, request))
         )
