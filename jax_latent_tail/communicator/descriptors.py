@@ -26,6 +26,7 @@ PASS_TIMEOUT_S = 10.0
 
 _TOKEN_BYTES = 32
 _MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sI")  # token, index of the sender
+_INT = struct.Struct("i")
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_PATH = 100  # of a Unix socket, the system's own limit being 108 with the final zero
 
@@ -131,13 +132,20 @@ class Exchange:
 
     def _take(self, connection: Any, received: dict[int, list[int]]) -> None:
         """Reads one message; closes what it brought unless it is one that was waited for."""
-        most = max(self._expected.values())
+        most = max(self._expected.values()) + 1
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                connection, _MESSAGE.size, most + 1, socket.MSG_CMSG_CLOEXEC
+            # Not socket.recv_fds, which drops the flags.
+            data, ancillary, _, _ = connection.recvmsg(
+                _MESSAGE.size, socket.CMSG_SPACE(most * _INT.size), socket.MSG_CMSG_CLOEXEC
             )
         except OSError:
             return
+        descriptors = [
+            descriptor
+            for level, kind, payload in ancillary
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (descriptor,) in _INT.iter_unpack(payload[: len(payload) // _INT.size * _INT.size])
+        ]
         if len(data) == _MESSAGE.size:
             token, sender = _MESSAGE.unpack(data)
             if (
@@ -145,7 +153,7 @@ class Exchange:
                 and sender not in received
                 and self._expected.get(sender) == len(descriptors)
             ):
-                received[sender] = list(descriptors)
+                received[sender] = descriptors
                 return
         close_all(descriptors)
 

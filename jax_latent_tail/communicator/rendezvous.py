@@ -319,6 +319,7 @@ class Rendezvous:
         deadline = start + self.timeout_s if deadline is None else deadline
         in_session = self._session is not None and folder.startswith(self._session)
         warned = False
+        seen: set[int] = set()
         while True:
             # In this order: a peer posts before it leaves, so one whose nonce is gone and whose
             # value was not there afterwards will not post.
@@ -327,6 +328,7 @@ class Rendezvous:
             missing = [p for p in self.participants if str(p) not in found]
             if not missing:
                 return found
+            seen.update(set(self.participants) - set(missing))
             gone = [p for p in missing if nonces.get(str(p)) != self._nonces.get(str(p))]
             if in_session and gone:
                 if reopen:
@@ -337,8 +339,10 @@ class Rendezvous:
                 )
             now = time.monotonic()
             if now >= deadline:
+                # Others that waited may have given up a moment ago.
+                never = [process for process in missing if process not in seen] or missing
                 raise RendezvousError(
-                    f"{self._list(missing)} did not come to '{step}' within {now - start:.1f} s:"
+                    f"{self._list(never)} did not come to '{step}' within {now - start:.1f} s:"
                     f" {EVERY_PROCESS}"
                 )
             if not warned and now - start >= _WARN_AFTER_S:
