@@ -3,6 +3,7 @@
     python examples/kimi_moe.py                        # one process, four CPU devices
     python examples/kimi_moe.py --processes 4          # four processes, one device each
     python examples/kimi_moe.py --preset k3            # K3's widths, one layer
+    python examples/kimi_moe.py --platform cuda        # one process, all its GPUs
 
 Every block is x + MoE(RMSNorm(x)); attention, which K3 has between them, is left out. Per rank:
 
@@ -40,6 +41,7 @@ from jax_latent_tail import launch
 
 Params = dict[str, jax.Array]
 
+# Of the tail, to compare.
 IMPLEMENTATIONS = (None, "xla")
 
 
@@ -293,15 +295,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest relative error")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--devices", type=int, help="of each process; default 4, or 1 of several")
+    parser.add_argument(
+        "--devices", type=int, help="of each process; default 4 CPUs, or 1 of several processes"
+    )
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="all processes take the same GPUs, under CUDA MPS: a test, without XLA's collectives,"
+        " which refuse that",
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds, with --processes")
     arguments = parser.parse_args()
     for name in ("layers", "experts", "tokens", "steps", "processes", "devices"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name} is {value}; allowed: at least 1")
+    if arguments.share_gpus and arguments.platform != "cuda":
+        parser.error("--share-gpus needs --platform cuda")
     if arguments.devices is None:
-        arguments.devices = 4 if arguments.processes == 1 else 1
+        arguments.devices = default_devices(arguments)
     overrides = {k: getattr(arguments, k) for k in ("layers", "experts") if getattr(arguments, k)}
     arguments.config = config = dataclasses.replace(PRESETS[arguments.preset], **overrides)
     tp = arguments.processes * arguments.devices
@@ -318,6 +331,15 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def default_devices(arguments: argparse.Namespace) -> int:
+    if arguments.processes > 1 or arguments.share_gpus:
+        return 1
+    if arguments.platform == "cpu":
+        return 4
+    jax.config.update("jax_platforms", "cuda,cpu")
+    return jax.device_count()
+
+
 def main() -> None:
     arguments = parse_arguments()
     if arguments.processes > 1 and not launch.is_member():
@@ -327,14 +349,24 @@ def main() -> None:
                 arguments.processes,
                 devices_per_process=arguments.devices,
                 timeout_s=arguments.timeout,
+                env=environment(arguments),
                 stream_first=True,
             )
         except launch.ProcessError as error:
             sys.exit(f"failed: {error}")
         return
-    jax.config.update("jax_num_cpu_devices", arguments.devices)
-    launch.initialize()
+    if arguments.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+    launch.initialize(share_gpus=arguments.share_gpus)
     sys.exit(run(arguments))
+
+
+def environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Of the processes that are started."""
+    variables = {"JAX_PLATFORMS": {"cpu": "cpu", "cuda": "cuda,cpu"}[arguments.platform]}
+    if arguments.share_gpus:
+        variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    return variables
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -369,7 +401,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     histories: dict[str, list[Any]] = {}
     ms_per_layer = {}
-    for implementation in IMPLEMENTATIONS:
+    implementations = ("cuda",) if arguments.share_gpus else IMPLEMENTATIONS
+    for implementation in implementations:
         title = f"implementation={implementation}"
         step = jax.jit(
             functools.partial(decode_step, config, mesh, arguments.experts_by, implementation),
@@ -394,6 +427,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{layer:5d}  " + "  ".join(f"{error:.2e}" for error in errors))
         worst = float(np.max([worst, *errors]))
     print("ms per layer, best step: " + ", ".join(f"{ms:.2f}" for ms in ms_per_layer.values()))
+    print(latent_tail.explain())
     passed = worst <= arguments.tolerance
     verdict = "PASSED" if passed else "FAILED"
     print(f"{verdict}: largest error {worst:.2e}, tolerance {arguments.tolerance:g}")

@@ -11,13 +11,18 @@ from jax_latent_tail.api import (
     moe_tail,
     reduce_scatter,
 )
+from jax_latent_tail.choice import Choice
 from jax_latent_tail.errors import (
     ArgumentError,
     ArgumentTypeError,
     ArgumentValueError,
+    CommunicatorError,
+    DisagreementError,
     LatentTailError,
+    RendezvousError,
     UnavailableError,
 )
+from jax_latent_tail.lifecycle import check, close, compiler_options, explain, prepare
 
 __version__ = "0.1.0.dev0"
 
@@ -25,12 +30,21 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "Choice",
+    "CommunicatorError",
+    "DisagreementError",
     "LatentTailError",
+    "RendezvousError",
     "UnavailableError",
     "Unfinalized",
     "all_gather_add",
     "all_reduce_rms_norm",
+    "check",
+    "close",
+    "compiler_options",
+    "explain",
     "fused",
     "moe_tail",
+    "prepare",
     "reduce_scatter",
 ]

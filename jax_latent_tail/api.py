@@ -15,16 +15,11 @@ import numpy as np
 from jax import lax
 
 from jax_latent_tail import primitive, reference
+from jax_latent_tail.checks import check_axis_names, check_implementation, check_options
 from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError, UnavailableError
 from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, AxisName, Operands, TailSpec
 
 _Arrays = TypeVar("_Arrays")
-
-# None leaves the choice to the package; the native ones are not part of this version.
-_IMPLEMENTATIONS = (None, "xla")
-_NATIVE_IMPLEMENTATIONS = ("cpu", "cuda")
-
-_FP32_NORMAL_MIN, _FP32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Unfinalized(NamedTuple):
@@ -77,7 +72,7 @@ def fused(
         before the row sum; True keeps both in fp32.
       max_tokens: most tokens for which a native implementation keeps a workspace; calls with
         more take the plain one. Part of a call's identity: the same on every rank.
-      implementation: None chooses; "xla" insists on plain collectives.
+      implementation: None chooses; "cuda" and "xla" insist on the kernel and on plain collectives.
 
     Returns:
       (latent, shard), a plain tuple so that `out_specs=(P(), P(None, axis_name))` fits:
@@ -86,7 +81,10 @@ def fused(
 
     Raises:
       ArgumentTypeError, ArgumentValueError: while tracing, for an argument that is not allowed.
-      UnavailableError: `implementation` cannot run here.
+      UnavailableError: while lowering, if `implementation` was insisted on and cannot serve this
+        call.
+      RendezvousError, DisagreementError: while lowering for the kernel, if not every process of
+        the group came, or they lowered different calls.
     """
     latent, shard = _call(
         {"routed": routed, "gamma": gamma, "shared": shared},
@@ -159,7 +157,11 @@ def all_gather_add(
       As for `fused`.
     """
     axis_name = _check_axis_name(axis_name)
-    _check_implementation(implementation)
+    check_implementation(implementation)
+    if implementation not in (None, "xla"):
+        raise UnavailableError(
+            f"implementation={implementation!r}: all_gather_add has plain collectives only"
+        )
     _check_array("x", x, "bfloat16", ndim=2)
     x = _vary_over_group(axis_name, x)
     if residual is None:
@@ -230,7 +232,7 @@ def _call(
 ) -> list[jax.Array]:
     """Checks everything, then runs the halves whose arrays are there."""
     axis_name = _check_axis_name(axis_name)
-    _check_options(eps, fp32_internal, max_tokens, implementation)
+    check_options(eps, fp32_internal, max_tokens, implementation)
     operands = _check_arrays(arrays)
     spec = TailSpec(
         tp=lax.axis_size(axis_name),
@@ -245,7 +247,7 @@ def _call(
         _check_equal_on_all_ranks("gamma", operands.gamma, axis_name)
     partials = _vary_over_group(axis_name, operands._replace(gamma=None))
     operands = partials._replace(gamma=operands.gamma)
-    return primitive.latent_tail(spec, axis_name, operands)
+    return primitive.latent_tail(spec, axis_name, operands, implementation)
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
@@ -270,11 +272,7 @@ def _vary_over_group(axis_name: AxisName, partials: _Arrays) -> _Arrays:
 
 def _check_axis_name(axis_name: Any) -> AxisName:
     allowed = "the name of a mesh axis of the enclosing shard_map, or a tuple of such names"
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError("axis_name", repr(axis_name), allowed)
-    if len(set(names)) < len(names):
-        raise ArgumentValueError("axis_name", repr(axis_name), "each name once")
+    names = check_axis_names(axis_name, allowed)
     mesh = jax.sharding.get_abstract_mesh()
     for name in names:
         if name not in mesh.manual_axes:
@@ -283,38 +281,6 @@ def _check_axis_name(axis_name: Any) -> AxisName:
         if lax.axis_size(name) != mesh.shape[name]:
             raise ArgumentValueError("axis_name", f"{name!r}, here an axis of vmap", allowed)
     return names
-
-
-def _check_options(eps: Any, fp32_internal: Any, max_tokens: Any, implementation: Any) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
-        raise ArgumentTypeError("eps", f"a {type(eps).__name__}", "a real Python or NumPy number")
-    if not _FP32_NORMAL_MIN <= eps <= _FP32_MAX:
-        raise ArgumentValueError(
-            "eps", eps, f"a number that is normal in fp32: {_FP32_NORMAL_MIN} to {_FP32_MAX}"
-        )
-    if not isinstance(fp32_internal, bool | np.bool_):
-        raise ArgumentTypeError("fp32_internal", repr(fp32_internal), "True or False")
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer):
-        raise ArgumentTypeError("max_tokens", repr(max_tokens), "an integer")
-    if max_tokens < 1:
-        raise ArgumentValueError("max_tokens", max_tokens, "an integer >= 1")
-    _check_implementation(implementation)
-
-
-def _check_implementation(implementation: Any) -> None:
-    if not isinstance(implementation, str | None):
-        raise ArgumentTypeError(
-            "implementation", f"a {type(implementation).__name__}", f"one of {_IMPLEMENTATIONS}"
-        )
-    if implementation in _NATIVE_IMPLEMENTATIONS:
-        raise UnavailableError(
-            f"implementation={implementation!r} is not part of this version of jax_latent_tail; "
-            f"available: {_IMPLEMENTATIONS}"
-        )
-    if implementation not in _IMPLEMENTATIONS:
-        raise ArgumentValueError(
-            "implementation", repr(implementation), f"one of {_IMPLEMENTATIONS}"
-        )
 
 
 def _check_arrays(arrays: dict[str, Any]) -> Operands:

@@ -20,6 +20,7 @@ from jax_latent_tail.errors import LatentTailError
 _COORDINATOR = "JAX_LATENT_TAIL_COORDINATOR"
 _NUM_PROCESSES = "JAX_LATENT_TAIL_NUM_PROCESSES"
 _PROCESS_ID = "JAX_LATENT_TAIL_PROCESS_ID"
+_DEVICES = "JAX_LATENT_TAIL_DEVICES_PER_PROCESS"
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
@@ -45,7 +46,7 @@ def run(
     Args:
       command: arguments of the Python interpreter, equal for all processes.
       num_processes: processes to start; the first also hosts the coordinator.
-      devices_per_process: CPU devices of each process.
+      devices_per_process: CPU devices of each process, or GPUs.
       timeout_s: seconds after which all are ended.
       env: added to this process's environment.
       stream_first: whether the first process writes to this process's terminal instead of a log.
@@ -76,6 +77,7 @@ def run(
                             **os.environ,
                             **(env or {}),
                             "JAX_NUM_CPU_DEVICES": str(devices_per_process),
+                            _DEVICES: str(devices_per_process),
                             _COORDINATOR: coordinator,
                             _NUM_PROCESSES: str(num_processes),
                             _PROCESS_ID: str(index),
@@ -100,8 +102,15 @@ def is_member() -> bool:
     return _COORDINATOR in os.environ
 
 
-def initialize() -> None:
-    """Joins the group that `run` started this process for; does nothing in any other process."""
+def initialize(*, share_gpus: bool = False) -> None:
+    """Joins the group that `run` started this process for; does nothing in any other process.
+
+    Of the GPUs that it sees, a process takes `devices_per_process` of its own, in order of process
+    id.
+
+    Args:
+      share_gpus: all processes take the first GPUs instead. XLA's collectives refuse that.
+    """
     if not is_member():
         return
     # Linux: do not outlive the parent, however it ends.
@@ -109,10 +118,14 @@ def initialize() -> None:
 
     import jax
 
+    process_id = int(os.environ[_PROCESS_ID])
+    count = int(os.environ[_DEVICES])
+    first = 0 if share_gpus else process_id * count
     jax.distributed.initialize(
         os.environ[_COORDINATOR],
         num_processes=int(os.environ[_NUM_PROCESSES]),
-        process_id=int(os.environ[_PROCESS_ID]),
+        process_id=process_id,
+        local_device_ids=range(first, first + count),  # CPU devices heed JAX_NUM_CPU_DEVICES
     )
 
 

@@ -114,16 +114,16 @@ class Library:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self._handle = ctypes.CDLL(str(path))
-        version = self._handle.latent_tail_interface_version()
+        self.handle = ctypes.CDLL(str(path))
+        version = self.handle.latent_tail_interface_version()
         if version != _INTERFACE_VERSION:
             raise UnavailableError(
                 f"{path} has interface version {version}, this package needs {_INTERFACE_VERSION}"
             )
-        self._handle.latent_tail_cuda_open.restype = ctypes.c_char_p
-        self._handle.latent_tail_cuda_add_rank.restype = ctypes.c_void_p
-        self._handle.latent_tail_cuda_add_rank.argtypes = [ctypes.POINTER(_CudaRank)]
-        self._handle.latent_tail_cuda_close_rank.argtypes = [ctypes.c_void_p]
+        self.handle.latent_tail_cuda_open.restype = ctypes.c_char_p
+        self.handle.latent_tail_cuda_add_rank.restype = ctypes.c_void_p
+        self.handle.latent_tail_cuda_add_rank.argtypes = [ctypes.POINTER(_CudaRank)]
+        self.handle.latent_tail_cuda_close_rank.argtypes = [ctypes.c_void_p]
 
     def register_cuda(self) -> None:
         """Registers the CUDA targets with JAX, whose back end must be up, and opens the driver.
@@ -131,9 +131,9 @@ class Library:
         Raises:
           UnavailableError: there is no driver, or JAX refuses the library.
         """
-        error = self._handle.latent_tail_cuda_open(_CUDA_DRIVER.encode())
+        error = self.open_driver(_CUDA_DRIVER)
         if error:
-            raise UnavailableError(f"no CUDA driver: {error.decode()}")
+            raise UnavailableError(f"no CUDA driver: {error}")
         self._register(
             "CUDA",
             {
@@ -148,10 +148,15 @@ class Library:
             },
         )
 
+    def open_driver(self, path: str) -> str | None:
+        """Opens the CUDA driver library, once for all; returns why it cannot, or None."""
+        error = self.handle.latent_tail_cuda_open(path.encode())
+        return error.decode() if error else None
+
     def _register(self, platform: str, targets: dict[str, dict[str, str]]) -> None:
         for target, stages in targets.items():
             capsules = {
-                stage: jax.ffi.pycapsule(getattr(self._handle, symbol))
+                stage: jax.ffi.pycapsule(getattr(self.handle, symbol))
                 for stage, symbol in stages.items()
             }
             try:
@@ -204,16 +209,17 @@ class Library:
             call_hash=call_hash,
             pdl=pdl,
         )
-        handle = self._handle.latent_tail_cuda_add_rank(ctypes.byref(declared))
+        handle = self.handle.latent_tail_cuda_add_rank(ctypes.byref(declared))
         assert handle, "the library and native.py disagree on latent_tail_cuda_rank"
         return handle
 
     def close_cuda_rank(self, handle: int) -> None:
         """Refuses later calls on the rank."""
-        self._handle.latent_tail_cuda_close_rank(handle)
+        self.handle.latent_tail_cuda_close_rank(handle)
 
 
-def _path() -> pathlib.Path:
+def library_path() -> pathlib.Path:
+    """Where the library is expected."""
     named = os.environ.get(LIBRARY_VARIABLE)
     return pathlib.Path(named or pathlib.Path(__file__).with_name("liblatent_tail.so"))
 
@@ -233,7 +239,7 @@ def load(platform: str) -> Library:
 
 @functools.cache
 def _load(platform: str) -> Library:
-    path = _path()
+    path = library_path()
     try:
         library = Library(path)
     except OSError as error:

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
-from jax_latent_tail import reference
+from jax_latent_tail import choice, native, reference
 from jax_latent_tail.errors import ArgumentValueError
 from jax_latent_tail.spec import AxisName, Operands, TailSpec
 
@@ -26,13 +26,16 @@ latent_tail_p.multiple_results = True
 all_gather_add_p = Primitive("all_gather_add")
 
 
-def latent_tail(spec: TailSpec, axis_name: AxisName, operands: Operands) -> list[jax.Array]:
-    """Arguments and results as for `reference.tail`."""
+def latent_tail(
+    spec: TailSpec, axis_name: AxisName, operands: Operands, implementation: str | None = None
+) -> list[jax.Array]:
+    """Arguments and results as for `reference.tail`; `implementation` as for `api.fused`."""
     arrays = operands.present()
-    types = _latent_tail_types(*map(jax.typeof, arrays), spec=spec, axis_name=axis_name)
+    params = {"spec": spec, "axis_name": axis_name, "implementation": implementation}
+    types = _latent_tail_types(*map(jax.typeof, arrays), **params)
     if types[0].shape[0] == 0:
         return [_no_rows(result) for result in types]
-    return latent_tail_p.bind(*arrays, spec=spec, axis_name=axis_name)
+    return latent_tail_p.bind(*arrays, **params)
 
 
 def all_gather_add(axis_name: AxisName, *arrays: jax.Array) -> jax.Array:
@@ -54,7 +57,9 @@ def _no_rows(result: Any) -> jax.Array:
 
 
 @latent_tail_p.def_abstract_eval
-def _latent_tail_types(*avals: Any, spec: TailSpec, axis_name: AxisName) -> list[Any]:
+def _latent_tail_types(
+    *avals: Any, spec: TailSpec, axis_name: AxisName, implementation: str | None
+) -> list[Any]:
     operands = spec.operands(*avals)
     results = []
     if spec.latent_dim is not None:
@@ -90,12 +95,17 @@ def _rows_like(tokens: Any, columns: int, varying: frozenset[str]) -> Any:
 
 
 def _jvp_latent_tail(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: TailSpec, axis_name: AxisName
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    implementation: str | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     def unfused(*arrays: jax.Array) -> list[jax.Array]:
         return reference.unfused(spec, axis_name, spec.operands(*arrays))
 
-    outputs = latent_tail(spec, axis_name, spec.operands(*primals))
+    outputs = latent_tail(spec, axis_name, spec.operands(*primals), implementation)
     return outputs, _tangents(unfused, primals, tangents)
 
 
@@ -134,10 +144,15 @@ def _batch_latent_tail(
     *,
     spec: TailSpec,
     axis_name: AxisName,
+    implementation: str | None,
 ) -> tuple[list[jax.Array], list[int | None]]:
     _refuse_axis_of_group(axis_data, axis_name)
+
+    def call(operands: Operands) -> list[jax.Array]:
+        return latent_tail(spec, axis_name, operands, implementation)
+
     if all(dim is None for dim in dims):
-        outputs = latent_tail(spec, axis_name, spec.operands(*arrays))
+        outputs = call(spec.operands(*arrays))
         return outputs, [None] * len(outputs)
     size = axis_data.size
     single = spec.operands(*arrays)
@@ -147,9 +162,7 @@ def _batch_latent_tail(
     if is_batched.gamma or _tokens_are_split(stacked._replace(gamma=None).present()):
         # Rows with different gammas cannot share a call, nor can those of tokens that are split
         # over an explicit mesh axis be merged.
-        outputs = lax.map(
-            lambda arrays: latent_tail(spec, axis_name, spec.operands(*arrays)), stacked.present()
-        )
+        outputs = lax.map(lambda arrays: call(spec.operands(*arrays)), stacked.present())
         return outputs, [0] * len(outputs)
 
     merged = Operands(*(x if x is None else _merge_leading(x) for x in stacked))
@@ -161,7 +174,7 @@ def _batch_latent_tail(
             merged = merged._replace(rows=single.rows)
     tokens = spec.routed_tokens(stacked) if stacked.shared is None else stacked.shared
     num_tokens = tokens.shape[1]
-    outputs = [_split_leading(y, size, num_tokens) for y in latent_tail(spec, axis_name, merged)]
+    outputs = [_split_leading(y, size, num_tokens) for y in call(merged)]
     return outputs, [0] * len(outputs)
 
 
@@ -230,10 +243,13 @@ batching.fancy_primitive_batchers[latent_tail_p] = _batch_latent_tail
 batching.fancy_primitive_batchers[all_gather_add_p] = _batch_all_gather_add
 
 
-# Lowering: plain collectives, on any platform.
+# Lowering: plain collectives on any platform, and the native library's calls where it can serve.
 
 
-def _plain_latent_tail(*arrays: jax.Array, spec: TailSpec, axis_name: AxisName) -> list[jax.Array]:
+def _plain_latent_tail(
+    *arrays: jax.Array, spec: TailSpec, axis_name: AxisName, implementation: str | None
+) -> list[jax.Array]:
+    del implementation  # chosen already
     return reference.tail(spec, axis_name, spec.operands(*arrays))
 
 
@@ -243,7 +259,38 @@ def _plain_all_gather_add(
     return reference.all_gather_add(axis_name, x, residual)
 
 
-mlir.register_lowering(latent_tail_p, mlir.lower_fun(_plain_latent_tail, multiple_results=True))
+_lower_plain_latent_tail = mlir.lower_fun(_plain_latent_tail, multiple_results=True)
+
+
+def _lower_latent_tail(
+    platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Any:
+    """`platform` is None for those without a native implementation."""
+    module = ctx.module_context
+    spec: TailSpec = params["spec"]
+    chosen = choice.choose(
+        platform or "/".join(module.platforms),
+        spec,
+        ctx.avals_out[0].shape[0],
+        getattr(module.axis_context, "mesh", None),
+        params["axis_name"],
+        exporting=module.lowering_parameters.for_export,
+        stream=getattr(ctx.jaxpr_eqn_ctx, "compute_type", None),
+        insisted=params["implementation"],
+    )
+    if chosen.implementation == "xla":
+        return _lower_plain_latent_tail(ctx, *operands, **params)
+    call = jax.ffi.ffi_lowering(native.TARGETS[chosen.implementation])
+    return call(ctx, *operands, **native.attributes(chosen.table, spec))
+
+
+if choice.lowered_per_devices is not None:
+    choice.lowered_per_devices.add(latent_tail_p)
+mlir.register_lowering(latent_tail_p, functools.partial(_lower_latent_tail, None))
+for _platform in choice.NATIVE_PLATFORMS:
+    mlir.register_lowering(
+        latent_tail_p, functools.partial(_lower_latent_tail, _platform), platform=_platform
+    )
 mlir.register_lowering(
     all_gather_add_p, mlir.lower_fun(_plain_all_gather_add, multiple_results=False)
 )

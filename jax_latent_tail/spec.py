@@ -15,6 +15,9 @@ AxisName = tuple[str, ...]
 # Tokens a native workspace has room for unless the caller says otherwise: a decode step's.
 DEFAULT_MAX_TOKENS = 128
 
+# What `implementation=` may be: None chooses, "xla" means plain collectives.
+IMPLEMENTATIONS = (None, "xla", "cpu", "cuda")
+
 
 class Operands(NamedTuple):
     """The arrays of one call in the order the primitive takes them; None where there is none."""

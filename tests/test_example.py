@@ -106,6 +106,7 @@ def arguments(**changes):
         "tokens": 5,
         "steps": 2,
         "tolerance": 0.02,
+        "share_gpus": False,
     }
     return argparse.Namespace(**(defaults | changes))
 

@@ -1,14 +1,20 @@
 #!/bin/sh
 # All GPU tests, each under a time limit. Needs one GPU that nothing else uses.
 #
-#   tests/gpu/run.sh [DIR]      DIR: a folder of cubins, where nvidia-cutlass-dsl is not installed;
-#                               made with: python tests/gpu/cubins.py DIR
+#   tests/gpu/run.sh [DIR [LIBRARY]]
+#
+#   DIR: a folder of cubins, where nvidia-cutlass-dsl is not installed; made with:
+#       python tests/gpu/cubins.py DIR
+#   LIBRARY: the native library, where the package is not installed; made with:
+#       cmake -S ffi -B build/ffi && cmake --build build/ffi
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 [ $# -gt 0 ] && JAX_LATENT_TAIL_CUBINS=$(cd "$1" && pwd) && export JAX_LATENT_TAIL_CUBINS
-export JAX_LATENT_TAIL_REQUIRE_GPU=1 PYTHONPATH="${KERNELS_ROOT:-$root}:$here" PYTHONUNBUFFERED=1
+[ $# -gt 1 ] && JAX_LATENT_TAIL_LIBRARY=$(realpath "$2") && export JAX_LATENT_TAIL_LIBRARY
+export JAX_LATENT_TAIL_REQUIRE_GPU=1 PYTHONUNBUFFERED=1
+export PYTHONPATH="${KERNELS_ROOT:-$root}:$here:$root/tests"
 unset CUDA_DEVICE_MAX_CONNECTIONS
 failed=0
 
@@ -23,6 +29,7 @@ tests() {
 tests 240 "$here/test_gpu_failure.py"
 tests 300 "$here/test_gpu_streams.py"
 tests 240 "$here/test_gpu_processes.py"
+tests 900 "$here/test_gpu_jax.py"
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
         echo "== $tool"

@@ -1,0 +1,125 @@
+"""What a tail costs inside jitted programs on ranks that share a GPU; compare with raw replay.
+
+    python jax_bench.py [--tokens M...]       started by `jax_latent_tail.launch.run`
+    python jax_bench.py --processes N         starts them, under MPS
+
+Raw replay of the same kernel: python -m jax_latent_tail.kernels.bench
+
+Columns, us per layer, the best of several rounds over all ranks' clocks:
+  scan       a scan of bare tails as XLA runs it by default
+  scan+      the same with latent_tail.compiler_options()
+  slope N    (368 layers - 184 layers) / 184 of a scan with unroll=N: without the cost of a run
+  layer      a captured body of two GEMMs and elementwise work, by default
+  layer+     the same with latent_tail.compiler_options()
+  tail       what the tail adds to `layer`: the same body with and without it
+  tail+      what it adds to `layer+`
+"""
+
+import argparse
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import jax_ranks as ranks
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jax_latent_tail as latent_tail
+from jax_latent_tail import launch
+from jax_latent_tail.kernels import processes
+
+LAYERS = 184
+
+
+def chain(with_tail, with_gemm, length, unroll):
+    def scan(rows, shared, gamma, down, up):
+        def layer(rows, _):
+            if with_gemm:
+                hidden = jnp.tanh(jnp.dot(rows, down, preferred_element_type=jnp.float32))
+                out = jnp.dot(hidden.astype(rows.dtype), up, preferred_element_type=jnp.float32)
+                rows = (out + jnp.sin(rows.astype(jnp.float32))).astype(jnp.bfloat16)
+            if with_tail:
+                latent, _ = ranks.tail(rows, shared, gamma)
+                rows = lax.pcast(latent, "tp", to="varying")
+            return rows, None
+
+        return lax.scan(layer, rows, length=length, unroll=unroll)[0]
+
+    return scan
+
+
+def seconds(step, arguments, rounds=40):
+    for _ in range(4):
+        jax.block_until_ready(step(*arguments))
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(step(*arguments))
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure(num_tokens):
+    inputs = ranks.inputs_of(0, num_tokens, draw=ranks.normal)
+    rng = np.random.default_rng(0)
+    # Small enough that the ranks, which share the GPU, do not wait for each other's memory traffic.
+    weights = [ranks.normal(rng, *shape) for shape in ((ranks.L, 256), (256, ranks.L))]
+    arguments = (*ranks.operands(inputs), *(ranks.put(weight, P()) for weight in weights))
+
+    def time_of(with_tail=True, with_gemm=False, length=LAYERS, unroll=1, options=None):
+        step = ranks.program(
+            chain(with_tail, with_gemm, length, unroll),
+            (ranks.SHARDED, ranks.SHARDED, P(), P(), P()),
+            ranks.SHARDED,
+            compiler_options=options,
+        )
+        return seconds(step, arguments) * 1e6
+
+    plus = latent_tail.compiler_options()
+    layer = time_of(with_gemm=True) / LAYERS
+    layer_plus = time_of(with_gemm=True, options=plus) / LAYERS
+    without = time_of(with_tail=False, with_gemm=True) / LAYERS
+    without_plus = time_of(with_tail=False, with_gemm=True, options=plus) / LAYERS
+    slopes = {
+        f"slope {unroll}": (
+            time_of(length=2 * LAYERS, unroll=unroll) - time_of(length=LAYERS, unroll=unroll)
+        )
+        / LAYERS
+        for unroll in (8, 23, 46)
+    }
+    return {
+        "scan": time_of() / LAYERS,
+        "scan+": time_of(options=plus) / LAYERS,
+        **slopes,
+        "layer": layer,
+        "layer+": layer_plus,
+        "tail": layer - without,
+        "tail+": layer_plus - without_plus,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--processes", type=int)
+    arguments = parser.parse_args()
+    if arguments.processes and not launch.is_member():
+        with processes.mps() as daemon:
+            env = {name: value for name, value in daemon.items() if value is not None}
+            env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            texts = launch.run(sys.argv, arguments.processes, timeout_s=300, env=env)
+        print(texts[0])
+        return
+    launch.initialize(share_gpus=True)
+    for num_tokens in arguments.tokens:
+        times = measure(num_tokens)
+        if num_tokens == arguments.tokens[0]:
+            print(f"| N | M | {' | '.join(times)} |\n|---|---|{'---|' * len(times)}")
+        figures = " | ".join(f"{value:.2f}" for value in times.values())
+        print(f"| {jax.device_count()} | {num_tokens} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""One rank of a group of processes that share a GPU, each scenario a jitted program of JAX.
+
+    python jax_ranks.py SCENARIO...     started by `jax_latent_tail.launch.run`
+
+NCCL refuses two ranks on one GPU, so no program here contains a collective of XLA: inputs are put
+on the device by each process, and outputs are compared on the host with the contract in NumPy.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from harness import normal, random_inputs, spread
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_latent_tail as latent_tail
+from jax_latent_tail import launch
+
+L, H = 3584, 7168
+SHARDED = P("tp")
+IN_SPECS = (SHARDED, SHARDED, P())
+OUT_SPECS = (P(), P(None, "tp"))
+
+_digest = hashlib.sha256()  # of all latent outputs: equal on all ranks
+
+
+def mesh():
+    return jax.make_mesh((jax.device_count(),), ("tp",), axis_types=(AxisType.Auto,))
+
+
+def put(array, spec=SHARDED):
+    """A global array of which this process holds its part."""
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh(), spec), lambda index: array[index]
+    )
+
+
+def stacked(per_rank):
+    """[tp, M, ...] as the global array whose views in shard_map are [M, ...]."""
+    return put(per_rank.reshape(-1, *per_rank.shape[2:]))
+
+
+def layers(per_layer):
+    """[layers, tp, M, ...] as the global array whose views are [layers, M, ...]."""
+    merged = per_layer.reshape(per_layer.shape[0], -1, *per_layer.shape[3:])
+    return put(merged, P(None, "tp"))
+
+
+def routed_of(inputs):
+    if inputs.indices is None:
+        return stacked(inputs.rows)
+    return latent_tail.Unfinalized(*map(stacked, (inputs.rows, inputs.weights, inputs.indices)))
+
+
+def operands(inputs):
+    return routed_of(inputs), stacked(inputs.shared), put(inputs.gamma, P())
+
+
+def program(function, in_specs=IN_SPECS, out_specs=OUT_SPECS, **options):
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh(), in_specs=in_specs, out_specs=out_specs), **options
+    )
+
+
+def tail(routed, shared, gamma, **options):
+    return latent_tail.fused(
+        routed, shared, gamma, axis_name="tp", implementation="cuda", **options
+    )
+
+
+def mine(array):
+    """This rank's view of an output."""
+    return np.asarray(array.addressable_data(0))
+
+
+def expected(inputs, fp32_internal=False, eps=1e-6):
+    """(latent float64 [M, L], this rank's shard [M, S])"""
+    contributions = inputs.rows
+    if inputs.indices is not None:
+        contributions = np.stack(
+            [
+                oracle.contribution(*of)
+                for of in zip(inputs.rows, inputs.weights, inputs.indices, strict=True)
+            ]
+        )
+    return (
+        oracle.latent(contributions, inputs.gamma, eps, fp32_internal),
+        oracle.shards(inputs.shared)[jax.process_index()],
+    )
+
+
+def check(latent, shard, inputs, **options):
+    want_latent, want_shard = expected(inputs, **options)
+    if shard is not None:
+        assert (oracle.ulps(mine(shard), want_shard) == 0).all(), "shard"
+    if latent is not None:
+        assert oracle.ulps(mine(latent), want_latent).max() <= 1, "latent"
+        _digest.update(mine(latent).tobytes())
+
+
+def inputs_of(seed, num_tokens, draw=spread, **options):
+    return random_inputs(seed, jax.device_count(), num_tokens, L, H, draw=draw, **options)
+
+
+# ---- scenarios
+
+
+def values():
+    """Every M up to max_tokens' neighbourhood, spread data, both roundings."""
+    for fp32_internal in (False, True):
+        step = program(functools.partial(tail, fp32_internal=fp32_internal))
+        for num_tokens in (1, 3, 8, 32, 127, 128):
+            inputs = inputs_of(num_tokens, num_tokens)
+            check(*step(*operands(inputs)), inputs, fp32_internal=fp32_internal)
+    text = step.lower(*operands(inputs)).compile().as_text()
+    assert "jax_latent_tail_cuda" in text
+    assert "all-reduce" not in text
+    assert "all-gather" not in text
+
+
+def finalize():
+    for seed, top_k in enumerate((8, 16)):
+        step = program(tail)
+        for num_tokens in (1, 5, 64):
+            inputs = inputs_of(seed, num_tokens, top_k=top_k)
+            check(*step(*operands(inputs)), inputs)
+
+
+def halves():
+    inputs = inputs_of(3, 8)
+
+    def norm(rows, gamma):
+        return latent_tail.all_reduce_rms_norm(rows, gamma, axis_name="tp", implementation="cuda")
+
+    def scatter(shared):
+        return latent_tail.reduce_scatter(shared, axis_name="tp", implementation="cuda")
+
+    latent = program(norm, (SHARDED, P()), P())(stacked(inputs.rows), put(inputs.gamma, P()))
+    shard = program(scatter, (SHARDED,), P(None, "tp"))(stacked(inputs.shared))
+    check(latent, shard, inputs)
+
+
+def _scan(unroll=1):
+    def scan(rows, shared, gamma):
+        def layer(_, xs):
+            return None, tail(*xs, gamma)
+
+        return lax.scan(layer, None, (rows, shared), unroll=unroll)[1]
+
+    return scan
+
+
+_SCAN_SPECS = {
+    "in_specs": (P(None, "tp"), P(None, "tp"), P()),
+    "out_specs": (P(), P(None, None, "tp")),
+}
+
+
+def scan_92_layers():
+    """Distinct inputs for every layer, and values that depend on the iteration."""
+    per_layer = [inputs_of(layer, 8, draw=normal) for layer in range(92)]
+    rows = layers(np.stack([inputs.rows for inputs in per_layer]))
+    shared = layers(np.stack([inputs.shared for inputs in per_layer]))
+    gamma = per_layer[0].gamma
+    for unroll, options in ((1, None), (1, latent_tail.compiler_options()), (4, None)):
+        step = program(_scan(unroll), **_SCAN_SPECS, compiler_options=options)
+        for _ in range(3):  # the first may run before anything is captured
+            latent, shard = map(mine, step(rows, shared, put(gamma, P())))
+        for layer, inputs in enumerate(per_layer):
+            inputs.gamma = gamma
+            want_latent, want_shard = expected(inputs)
+            assert (oracle.ulps(shard[layer], want_shard) == 0).all()
+            assert oracle.ulps(latent[layer], want_latent).max() <= 1
+        _digest.update(latent.tobytes())
+
+
+def captured():
+    """Replays of a captured graph with new inputs; the dump shows the capture."""
+    sets = [inputs_of(seed, 8) for seed in range(8)]
+    arrays = [operands(inputs) for inputs in sets]
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**latent_tail.compiler_options(), "xla_dump_to": folder}
+        step = program(tail, compiler_options=options)
+        for turn in range(40):
+            latent, shard = step(*arrays[turn % len(sets)])
+            check(latent, shard, sets[turn % len(sets)])
+        texts = [path.read_text(errors="replace") for path in pathlib.Path(folder).iterdir()]
+        names = sorted(path.name for path in pathlib.Path(folder).iterdir())
+    print("dumped:", names)
+    assert any("kCommandBuffer" in text for text in texts)
+
+
+def transformations():
+    """vmap, donation, two specs interleaved, two independent calls of one spec in a program."""
+    a, b = inputs_of(1, 4), inputs_of(2, 4)
+
+    batched = program(
+        jax.vmap(tail, in_axes=(0, 0, None)), in_specs=(P(None, "tp"), P(None, "tp"), P()),
+        out_specs=(P(), P(None, None, "tp")),
+    )  # fmt: skip
+    latent, shard = batched(
+        layers(np.stack([a.rows, b.rows])),
+        layers(np.stack([a.shared, b.shared])),
+        put(a.gamma, P()),
+    )
+    b.gamma = a.gamma
+    for index, inputs in enumerate((a, b)):
+        want_latent, want_shard = expected(inputs)
+        assert (oracle.ulps(mine(shard)[index], want_shard) == 0).all()
+        assert oracle.ulps(mine(latent)[index], want_latent).max() <= 1
+
+    donating = program(tail, donate_argnums=(0, 1))
+    check(*donating(*operands(a)), a)
+
+    def interleaved(rows_a, shared_a, rows_b, shared_b, gamma):
+        one = tail(rows_a, shared_a, gamma)
+        other = tail(rows_b, shared_b, gamma, fp32_internal=True)
+        again = tail(rows_b, shared_b, gamma)  # independent of the first, on its workspace
+        last = tail(rows_a, shared_a, gamma, fp32_internal=True)
+        return one, other, again, last
+
+    for options in (None, latent_tail.compiler_options()):
+        step = program(
+            interleaved, (SHARDED,) * 4 + (P(),), (OUT_SPECS,) * 4, compiler_options=options
+        )
+        arguments = [*operands(a)[:2], *operands(b)[:2], put(a.gamma, P())]
+        for _ in range(20):
+            one, other, again, last = step(*arguments)
+            check(*one, a)
+            check(*other, b, fp32_internal=True)
+            check(*again, b)
+            check(*last, a, fp32_internal=True)
+
+
+def ten_thousand_calls():
+    """Eight values of M in turn, each result compared on the device with the contract."""
+    turns, length = 50, 25  # 8 * 50 * 25 = 10,000
+    programs = []
+    for num_tokens in (1, 2, 3, 8, 17, 32, 64, 128):
+        inputs = inputs_of(num_tokens, num_tokens)
+        want_latent, _ = expected(inputs)
+
+        def calls(rows, shared, gamma, latent, shard):
+            def one(wrong, _):
+                # A dependence that the compiler cannot see through: never true.
+                scale = jnp.where(wrong[0] < 0, jnp.bfloat16(2), jnp.bfloat16(1))
+                got_latent, got_shard = tail(rows * scale, shared * scale, gamma)
+                same_shard = got_shard.view(jnp.uint16) == shard.view(jnp.uint16)
+                far = jnp.abs(_ordinal(got_latent) - _ordinal(latent)) > 1
+                return wrong + jnp.stack([(~same_shard).sum(), far.sum()]), None
+
+            zero = lax.pcast(jnp.zeros(2, jnp.int32), "tp", to="varying")
+            return lax.scan(one, zero, length=length)[0]
+
+        step = program(calls, (SHARDED, SHARDED, P(), P(), SHARDED), SHARDED)
+        mine_shard = oracle.shards(inputs.shared)
+        arguments = (*operands(inputs), put(want_latent.astype(jnp.bfloat16), P()))
+        programs.append((step, (*arguments, stacked(mine_shard))))
+    rng = np.random.default_rng(0)
+    sleeps = np.random.default_rng(jax.process_index())
+    for _ in range(turns):
+        for index in rng.permutation(len(programs)):
+            step, arguments = programs[index]
+            wrong = step(*arguments)
+            if sleeps.random() < 0.02:
+                time.sleep(0.002)
+            assert (mine(wrong) == 0).all(), f"program {index}: {mine(wrong)}"
+
+
+def _ordinal(x):
+    bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
+    return jnp.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def a_late_rank():
+    """The last rank compiles, and later dispatches, five seconds after the others."""
+    late = jax.process_index() == jax.process_count() - 1
+    inputs = inputs_of(9, 8)
+    step = program(functools.partial(tail, eps=2e-6))
+    if late:
+        time.sleep(5)
+    check(*step(*operands(inputs)), inputs, eps=2e-6)
+    if late:
+        time.sleep(5)
+    check(*step(*operands(inputs)), inputs, eps=2e-6)
+
+
+def prepared():
+    """How long a communicator takes, and that calls then find it."""
+    for eps in (3e-6, 4e-6):  # the first also opens the driver
+        start = time.perf_counter()
+        choice = latent_tail.prepare(mesh(), "tp", latent_dim=L, hidden_dim=H, eps=eps)
+        seconds = time.perf_counter() - start
+        assert choice.implementation == "cuda", choice
+        print(f"prepare: {seconds:.3f} s")
+    inputs = inputs_of(5, 8)
+    check(*program(functools.partial(tail, eps=4e-6))(*operands(inputs)), inputs, eps=4e-6)
+    assert "cuda" in latent_tail.explain()
+    latent_tail.check()
+
+
+def closed():
+    """After close a compiled program raises; a new communicator makes it right again."""
+    inputs = inputs_of(6, 8)
+    arrays = operands(inputs)
+    eager, graph = program(tail), program(tail, compiler_options=latent_tail.compiler_options())
+    for step in (eager, graph):
+        for _ in range(5):
+            check(*step(*arrays), inputs)
+    latent_tail.close()
+    for step in (eager, graph):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="is closed"):
+            jax.block_until_ready(step(*arrays))
+    latent_tail.prepare(mesh(), "tp", latent_dim=L, hidden_dim=H, implementation="cuda")
+    for step in (eager, graph):
+        for _ in range(5):
+            check(*step(*arrays), inputs)
+
+
+def a_missing_call():
+    """One rank makes no call: the others' outputs are NaN, and everything later raises."""
+    rank = jax.process_index()
+    inputs = inputs_of(7, 4)
+    arrays = operands(inputs)
+    eager, graph = program(tail), program(tail, compiler_options=latent_tail.compiler_options())
+    for step in (eager, graph):
+        for _ in range(5):
+            check(*step(*arrays), inputs)
+    if rank != 1:
+        latent, shard = graph(*arrays)
+        assert np.isnan(mine(latent)).all()
+        assert np.isnan(mine(shard)).all()
+    else:
+        time.sleep(float(os.environ["JAX_LATENT_TAIL_DEADLINE"]) + 2)
+    for step in (eager, graph, eager):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="latent_tail: an earlier call failed"):
+            jax.block_until_ready(step(*arrays))
+    with pytest.raises(latent_tail.CommunicatorError, match=r"ranks \[[01]\]") as error:
+        latent_tail.check()
+    print("check:", error.value)
+    assert (jnp.arange(4) + 1).sum() == 10  # JAX itself goes on
+
+
+SCENARIOS = (
+    values, finalize, halves, scan_92_layers, captured, transformations, ten_thousand_calls,
+    a_late_rank, prepared, closed, a_missing_call,
+)  # fmt: skip
+
+
+def main():
+    launch.initialize(share_gpus=True)
+    known = {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name in sys.argv[1:]:
+        start = time.perf_counter()
+        known[name]()
+        print(f"{name}: ok, {time.perf_counter() - start:.1f} s", flush=True)
+    print("digest:", _digest.hexdigest())
+    print(latent_tail.explain())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Which implementation is chosen, and what is said about it."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_latent_tail as latent_tail
+from jax_latent_tail import ArgumentTypeError, ArgumentValueError, UnavailableError, choice
+
+TP, L, H = 2, 16, 32
+
+
+def program(mesh=None, **options):
+    tail = functools.partial(latent_tail.fused, axis_name="tp", **options)
+    return jax.jit(
+        jax.shard_map(
+            tail,
+            mesh=make_mesh((TP,)) if mesh is None else mesh,
+            in_specs=(P("tp"), P("tp"), P()),
+            out_specs=(P(), P(None, "tp")),
+        )
+    )
+
+
+def arrays(tokens=3):
+    return [jnp.ones(shape, jnp.bfloat16) for shape in ((TP * tokens, L), (TP * tokens, H), (L,))]
+
+
+def lower(program, tokens=3, platform=None):
+    traced = program.trace(*arrays(tokens))
+    return traced.lower(lowering_platforms=platform and (platform,))
+
+
+def reason_of_the_last_choice():
+    return choice.choices()[-1].reason
+
+
+@pytest.mark.parametrize("insisted", ["cuda"])
+def test_insisting_on_another_platform_is_an_error_that_says_so(insisted):
+    with pytest.raises(UnavailableError, match=f"implementation='{insisted}'.*lowered for cpu"):
+        lower(program(implementation=insisted))
+    lower(program())  # all goes on
+
+
+def test_a_program_lowered_for_devices_that_the_mesh_has_not_is_plain():
+    text = lower(program(eps=2e-6), platform="cuda").as_text()
+    assert "jax_latent_tail_cuda" not in text
+    assert "lowered for cuda, but the mesh has ['cpu'] devices" in latent_tail.explain()
+    with pytest.raises(UnavailableError, match="the mesh has"):
+        lower(program(eps=2e-6, implementation="cuda"), platform="cuda")
+
+
+def test_too_many_tokens_are_plain():
+    lower(program(max_tokens=2, eps=3e-6), platform="cuda")
+    assert "3 tokens are more than max_tokens=2" in latent_tail.explain()
+
+
+def test_an_exported_program_is_plain():
+    exported = jax.export.export(program(eps=4e-6), platforms=["cuda"])(*arrays())
+    assert "custom_call @jax_latent_tail" not in exported.mlir_module()
+    assert "exported" in latent_tail.explain()
+
+
+def test_each_choice_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, "jax_latent_tail"):
+        for _ in range(3):
+            lower(program(eps=5e-6))
+    lines = [record.getMessage() for record in caplog.records if "5e-06" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0] in latent_tail.explain()
+
+
+def prepare(**arguments):
+    defaults = {"mesh": make_mesh((TP,)), "axis_name": "tp", "latent_dim": L, "hidden_dim": H}
+    return latent_tail.prepare(**{**defaults, **arguments})
+
+
+def test_prepare_says_what_calls_will_take():
+    prepared = prepare(eps=6e-6)
+    lower(program(eps=6e-6))
+    made = choice.choices()[-1]
+    assert (made.implementation, made.spec) == (prepared.implementation, prepared.spec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"mesh": None}, ArgumentTypeError, "mesh is a NoneType"),
+        ({"mesh": jax.sharding.AbstractMesh((2,), ("tp",))}, ArgumentTypeError, "mesh is a"),
+        ({"axis_name": "ep"}, ArgumentValueError, "axis_name is 'ep'"),
+        ({"axis_name": ("tp", "tp")}, ArgumentValueError, "each name once"),
+        ({"latent_dim": None, "hidden_dim": None}, ArgumentValueError, "latent_dim is None"),
+        ({"latent_dim": 0}, ArgumentValueError, "latent_dim is 0"),
+        ({"latent_dim": 1.5}, ArgumentTypeError, "latent_dim is 1.5"),
+        ({"hidden_dim": 33}, ArgumentValueError, "33 columns"),
+        ({"top_k": True}, ArgumentTypeError, "top_k is True"),
+        ({"latent_dim": None, "top_k": 2}, ArgumentValueError, "top_k is 2"),
+        ({"eps": 0}, ArgumentValueError, "eps is 0"),
+        ({"max_tokens": 0}, ArgumentValueError, "max_tokens is 0"),
+        ({"implementation": "nccl"}, ArgumentValueError, "implementation is 'nccl'"),
+        ({"implementation": "cuda"}, UnavailableError, "lowered for cpu"),
+    ],
+)
+def test_prepare_refuses_what_it_cannot_serve(arguments, error, says):
+    with pytest.raises(error, match=says):
+        prepare(**arguments)
+
+
+def test_check_and_close_are_harmless_where_nothing_native_runs():
+    latent_tail.check()
+    latent_tail.close()
+    latent_tail.close()
+
+
+def test_compiler_options_are_accepted_on_every_platform():
+    step = jax.jit(jnp.sin, compiler_options=latent_tail.compiler_options())
+    assert step(jnp.zeros(2)).shape == (2,)
