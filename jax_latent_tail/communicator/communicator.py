@@ -179,7 +179,10 @@ def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while _live:
             _, communicator = _live.popitem()
-            communicator.close(max(deadline - time.monotonic(), 0.1))
+            try:
+                communicator.close(max(deadline - time.monotonic(), 0.1))
+            except Exception:  # the others are to be closed all the same, here and by the peers
+                _log.exception("cannot close %s", communicator.summary)
         _decisions.clear()
 
 

@@ -356,12 +356,8 @@ def test_sizes_that_no_kernel_serves(sizes, reason):
 
 def test_a_late_process_is_waited_for(sockets):
     world = World([1, 1])
-
-    def late(process, environ):
-        time.sleep(1.0)
-
-    slow = world.processes[1]
-    slow.options["read_user"] = _slow_user
+    world.processes[1].late_s = 0.7
+    world.processes[0].options["read_user"] = _slow_user  # late in the middle, too
     made = world.establish(row(2), spec(2))
     world.check_wired(made, row(2), spec(2))
     world.close(made)

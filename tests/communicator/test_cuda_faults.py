@@ -77,10 +77,7 @@ def attempt_with_fault(case, process, function, n, sockets, code="NOT_PERMITTED"
             assert len({result.summary for result in results}) == 1
             world.check_wired(results, table, call)
             world.close(results)
-            assert {held.get("opened allocations") for held in world.holdings()} == {None}
-            assert [held["contexts"] for held in world.holdings()] == [
-                len(p.ordinals) for p in world.processes
-            ]
+            world.check_only_homes()
         else:
             text = same_refusal(results)
             assert f"{function}: CUDA_ERROR_{code}" in text
@@ -92,8 +89,8 @@ def attempt_with_fault(case, process, function, n, sockets, code="NOT_PERMITTED"
         assert all(isinstance(result, CudaCommunicator) for result in again), again
         world.check_wired(again, table, call)
         world.close(again)
-    free = [d.total - d.free for m in world.machines.values() for d in m.devices]
-    return results, free
+        world.check_only_homes()
+    return results
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -125,7 +122,7 @@ def test_a_fault_at_every_call(case, sockets, caplog):
     ],
 )
 def test_all_take_the_next_kind_when_one_cannot(case, function, next_kind, sockets):
-    results, _ = attempt_with_fault(case, 0, function, 1, sockets)
+    results = attempt_with_fault(case, 0, function, 1, sockets)
     assert all(f"CUDA, {next_kind} memory" in result.summary for result in results)
 
 
@@ -162,6 +159,7 @@ def test_a_socket_that_fails_leads_to_the_next_kind(function, sockets, monkeypat
         made = world.establish(row(3), spec(3))
         assert all("CUDA, ipc memory" in c.summary for c in made), made
         world.close(made)
+    world.check_only_homes()
 
 
 def test_a_host_without_the_sockets_folder_leads_to_the_next_kind(sockets, monkeypatch):

@@ -116,6 +116,7 @@ class Process:
     environ: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
     timeout_s: float = 20.0
+    late_s: float = 0.0
 
 
 class World:
@@ -192,6 +193,7 @@ class World:
         members = {self.devices[device].process_index for ids in table for device in ids}
 
         def make(process):
+            time.sleep(process.late_s)
             rendezvous = Rendezvous(
                 sorted(members),
                 process.index,
@@ -239,6 +241,23 @@ class World:
             }
             for process in self.processes
         ]
+
+    def check_only_homes(self):
+        """With everything closed, only control blocks and records are left, of any kind."""
+        for process, held in zip(self.processes, self.holdings(), strict=True):
+            homes = held.get("contexts", 0)
+            blocks = held.get("handles", 0) + held.get("ordinary allocations", 0)
+            assert blocks == held.get("host pages", 0) == homes
+            virtual = held.get("handles", 0)
+            assert held.get("mappings", 0) == held.get("reservations", 0) == virtual
+            assert not held.get("modules", 0) + held.get("opened allocations", 0)
+            assert process.library.ranks == {}
+        alive = sum(
+            memory.fd is not None
+            for machine in self.machines.values()
+            for memory in machine.by_inode.values()
+        )
+        assert alive == sum(held.get("contexts", 0) for held in self.holdings())
 
     def check_wired(self, communicators, table, spec, deadline_s=60.0):
         """Every address in every control block leads where it should; all is as at the start."""
