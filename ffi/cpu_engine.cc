@@ -1084,6 +1084,8 @@ void Communicator::Arrive(int64_t position, const CallKey& key, const Buffers& b
     done(&*fault);
     return;
   }
+  // Once the arrival is on record another thread may fail it, and who hears of that may let go.
+  std::shared_ptr<Communicator> self = shared_from_this();
   if (segment_ && header()->broken.load(std::memory_order_relaxed) && !broken()) AdoptBreak();
   int64_t tp = configuration_.spec.tp;
   groups_[position / tp]->Arrive(position % tp, key, buffers, std::move(done));

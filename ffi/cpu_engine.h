@@ -58,6 +58,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ~Communicator();
 
   const Configuration& configuration() const { return configuration_; }
+  bool spans_processes() const { return segment_ != nullptr; }
 
   // The position in the table of a device of this process, or -1.
   int64_t PositionOf(int64_t device) const;
