@@ -7,6 +7,8 @@
 namespace latent_tail {
 namespace {
 
+constexpr auto kBf16 = ffi::DataType::BF16;
+
 ffi::Error Invalid(std::string message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "latent_tail: " + std::move(message));
 }
@@ -92,10 +94,40 @@ class Checker {
   std::optional<std::string> fault_;
 };
 
+void DecodeTail(const Spec& spec, Checker& checker, Buffers& buffers) {
+  if (spec.latent_dim > 0) {
+    if (spec.top_k > 0) {
+      buffers.permuted_rows = checker.RowsOfArgument(0);
+      buffers.tokens = checker.RowsOfArgument(2);
+      buffers.rows =
+          checker.Argument<uint16_t>("rows", kBf16, {buffers.permuted_rows, spec.latent_dim});
+      buffers.weights = checker.Argument<uint16_t>("weights", kBf16, {buffers.tokens, spec.top_k});
+      buffers.indices =
+          checker.Argument<int32_t>("indices", ffi::DataType::S32, {buffers.tokens, spec.top_k});
+    } else {
+      buffers.tokens = checker.RowsOfArgument(0);
+      buffers.rows = checker.Argument<uint16_t>("rows", kBf16, {buffers.tokens, spec.latent_dim});
+    }
+    buffers.gamma = checker.Argument<uint16_t>("gamma", kBf16, {spec.latent_dim});
+  } else {
+    buffers.tokens = checker.RowsOfArgument(0);
+  }
+  if (spec.hidden_dim > 0) {
+    buffers.shared = checker.Argument<uint16_t>("shared", kBf16, {buffers.tokens, spec.hidden_dim});
+  }
+  if (spec.latent_dim > 0) {
+    buffers.latent = checker.Result<uint16_t>("latent", kBf16, {buffers.tokens, spec.latent_dim});
+  }
+  if (spec.hidden_dim > 0) {
+    buffers.shard = checker.Result<uint16_t>("shard", kBf16, {buffers.tokens, spec.shard_dim()});
+  }
+}
+
 }  // namespace
 
 std::string Attributes::ToString() const {
-  return "devices " + latent_tail::ToString(devices) + " (groups of " + std::to_string(spec.tp) +
+  return std::string(spec.gathers ? "all_gather_add on " : "") + "devices " +
+         latent_tail::ToString(devices) + " (groups of " + std::to_string(spec.tp) +
          "), latent_dim " + std::to_string(spec.latent_dim) + ", hidden_dim " +
          std::to_string(spec.hidden_dim) + ", top_k " + std::to_string(spec.top_k) +
          ", max_tokens " + std::to_string(spec.max_tokens);
@@ -120,49 +152,35 @@ ffi::ErrorOr<Attributes> DecodeAttributes(ffi::Dictionary dictionary) {
   get("max_tokens", spec.max_tokens);
   get("eps", spec.eps);
   get("fp32_internal", spec.fp32_internal);
+  get("gathers", spec.gathers);
+  get("has_residual", spec.has_residual);
   get("devices", attributes.devices);
   if (fault) return ffi::Unexpected(*fault);
   bool sound = spec.tp > 0 && spec.latent_dim >= 0 && spec.hidden_dim >= 0 && spec.top_k >= 0 &&
                spec.latent_dim + spec.hidden_dim > 0 && spec.hidden_dim % spec.tp == 0 &&
+               (!spec.gathers || spec.latent_dim == 0) && (spec.gathers || !spec.has_residual) &&
                spec.max_tokens > 0 && attributes.devices.size() > 0 &&
                attributes.devices.size() % spec.tp == 0;
-  if (!sound) return ffi::Unexpected(Invalid("attributes contradict each other: " + attributes.ToString()));
+  if (!sound)
+    return ffi::Unexpected(Invalid("attributes contradict each other: " + attributes.ToString()));
   return attributes;
 }
 
 ffi::ErrorOr<Buffers> DecodeBuffers(const Spec& spec, ffi::RemainingArgs arguments,
                                     ffi::RemainingRets results) {
-  constexpr auto kBf16 = ffi::DataType::BF16;
   Checker checker(arguments, results);
   Buffers buffers;
-  if (spec.latent_dim > 0) {
-    if (spec.top_k > 0) {
-      buffers.permuted_rows = checker.RowsOfArgument(0);
-      buffers.tokens = checker.RowsOfArgument(2);
-      buffers.rows =
-          checker.Argument<uint16_t>("rows", kBf16, {buffers.permuted_rows, spec.latent_dim});
-      buffers.weights =
-          checker.Argument<uint16_t>("weights", kBf16, {buffers.tokens, spec.top_k});
-      buffers.indices =
-          checker.Argument<int32_t>("indices", ffi::DataType::S32, {buffers.tokens, spec.top_k});
-    } else {
-      buffers.tokens = checker.RowsOfArgument(0);
-      buffers.rows = checker.Argument<uint16_t>("rows", kBf16, {buffers.tokens, spec.latent_dim});
-    }
-    buffers.gamma = checker.Argument<uint16_t>("gamma", kBf16, {spec.latent_dim});
-  } else {
+  if (spec.gathers) {
     buffers.tokens = checker.RowsOfArgument(0);
-  }
-  if (spec.hidden_dim > 0) {
-    buffers.shared =
-        checker.Argument<uint16_t>("shared", kBf16, {buffers.tokens, spec.hidden_dim});
-  }
-  if (spec.latent_dim > 0) {
-    buffers.latent =
-        checker.Result<uint16_t>("latent", kBf16, {buffers.tokens, spec.latent_dim});
-  }
-  if (spec.hidden_dim > 0) {
-    buffers.shard = checker.Result<uint16_t>("shard", kBf16, {buffers.tokens, spec.shard_dim()});
+    buffers.x = checker.Argument<uint16_t>("x", kBf16, {buffers.tokens, spec.shard_dim()});
+    if (spec.has_residual) {
+      buffers.residual =
+          checker.Argument<uint16_t>("residual", kBf16, {buffers.tokens, spec.hidden_dim});
+    }
+    buffers.gathered =
+        checker.Result<uint16_t>("gathered", kBf16, {buffers.tokens, spec.hidden_dim});
+  } else {
+    DecodeTail(spec, checker, buffers);
   }
   auto fault = checker.Fault();
   if (!fault && (buffers.tokens < 1 || buffers.permuted_rows > INT32_MAX)) {

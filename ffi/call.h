@@ -22,12 +22,15 @@ struct Spec {
   int64_t max_tokens = 0;
   float eps = 0;
   bool fp32_internal = false;
+  bool gathers = false;       // all_gather_add of rows of shard_dim columns each
+  bool has_residual = false;  // which adds one
 
   int64_t shard_dim() const { return hidden_dim / tp; }
   bool operator==(const Spec& other) const {
     return tp == other.tp && latent_dim == other.latent_dim && hidden_dim == other.hidden_dim &&
            top_k == other.top_k && max_tokens == other.max_tokens && eps == other.eps &&
-           fp32_internal == other.fp32_internal;
+           fp32_internal == other.fp32_internal && gathers == other.gathers &&
+           has_residual == other.has_residual;
   }
 };
 
@@ -42,15 +45,18 @@ struct Attributes {
 
 // Buffers of a checked call; bf16 words as uint16_t. Null where the call has no such operand.
 struct Buffers {
-  int64_t tokens = 0;         // M
-  int64_t permuted_rows = 0;  // P, where the call finalizes
-  const uint16_t* rows = nullptr;     // [M, L] or [P, L]
-  const uint16_t* weights = nullptr;  // [M, K]
-  const int32_t* indices = nullptr;   // [M, K]
-  const uint16_t* gamma = nullptr;    // [L]
-  const uint16_t* shared = nullptr;   // [M, H]
-  uint16_t* latent = nullptr;         // [M, L]
-  uint16_t* shard = nullptr;          // [M, S]
+  int64_t tokens = 0;                  // M
+  int64_t permuted_rows = 0;           // P, where the call finalizes
+  const uint16_t* rows = nullptr;      // [M, L] or [P, L]
+  const uint16_t* weights = nullptr;   // [M, K]
+  const int32_t* indices = nullptr;    // [M, K]
+  const uint16_t* gamma = nullptr;     // [L]
+  const uint16_t* shared = nullptr;    // [M, H]
+  uint16_t* latent = nullptr;          // [M, L]
+  uint16_t* shard = nullptr;           // [M, S]
+  const uint16_t* x = nullptr;         // of an all_gather_add: [M, S]
+  const uint16_t* residual = nullptr;  // [M, H]
+  uint16_t* gathered = nullptr;        // [M, H]
 };
 
 ffi::ErrorOr<Attributes> DecodeAttributes(ffi::Dictionary attributes);

@@ -66,17 +66,17 @@ ffi::Error CheckUsable(const Rank& rank, const Attributes& attributes) {
           attributes.ToString());
 }
 
-ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers,
-                  CUstream stream) {
+ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers, CUstream stream) {
   const Spec& spec = rank.spec;
   LaunchParams params = {};
-  params.rows = Address(buffers.rows);
+  // An all_gather_add takes the places of what it resembles: a row of its own for every rank.
+  params.rows = Address(spec.gathers ? buffers.residual : buffers.rows);
   params.weights = Address(buffers.weights);
   params.indices = Address(buffers.indices);
   params.gamma = Address(buffers.gamma);
   params.latent = Address(buffers.latent);
-  params.shared = Address(buffers.shared);
-  params.shard = Address(buffers.shard);
+  params.shared = Address(spec.gathers ? buffers.x : buffers.shared);
+  params.shard = Address(spec.gathers ? buffers.gathered : buffers.shard);
   const uint64_t arrays[] = {params.rows,   params.weights, params.indices, params.gamma,
                              params.latent, params.shared,  params.shard};
   for (uint64_t address : arrays) {
@@ -95,11 +95,10 @@ ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers
   params.call_hash = rank.call_hash;
   params.eps = spec.eps;
   void* parameters[] = {
-      &params.rows,    &params.weights,   &params.indices, &params.gamma,
-      &params.latent,  &params.shared,    &params.shard,   &params.control,
-      &params.tokens,  &params.max_tokens, &params.permuted_rows, &params.top_k,
-      &params.rank,    &params.roles,     &params.channel, &params.call_hash,
-      &params.eps};
+      &params.rows,          &params.weights, &params.indices, &params.gamma,  &params.latent,
+      &params.shared,        &params.shard,   &params.control, &params.tokens, &params.max_tokens,
+      &params.permuted_rows, &params.top_k,   &params.rank,    &params.roles,  &params.channel,
+      &params.call_hash,     &params.eps};
 
   const latent_tail_cuda_plan& plan = rank.plans[buffers.tokens - 1];
   const latent_tail_cuda_kernel& kernel = rank.kernels[plan.kernel];
@@ -135,9 +134,15 @@ using latent_tail::cuda::Rank;
 extern "C" void* latent_tail_cuda_add_rank(const latent_tail_cuda_rank* declared) {
   if (declared->struct_size != sizeof(*declared)) return nullptr;
   Rank* rank = new Rank;
-  rank->spec = {declared->tp,    declared->latent_dim, declared->hidden_dim,
-                declared->top_k, declared->max_tokens, declared->eps,
-                declared->fp32_internal != 0};
+  rank->spec = {declared->tp,
+                declared->latent_dim,
+                declared->hidden_dim,
+                declared->top_k,
+                declared->max_tokens,
+                declared->eps,
+                declared->fp32_internal != 0,
+                declared->gathers != 0,
+                declared->has_residual != 0};
   rank->devices.assign(declared->devices, declared->devices + declared->num_devices);
   rank->kernels.assign(declared->kernels, declared->kernels + declared->num_kernels);
   rank->plans.assign(declared->plans, declared->plans + declared->max_tokens);

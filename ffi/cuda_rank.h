@@ -15,16 +15,16 @@
 extern "C" {
 
 struct latent_tail_cuda_kernel {
-  void* function;     // CUfunction, loaded in the device's primary context
-  uint32_t cluster;   // CTAs per cluster
-  uint32_t threads;   // per CTA
+  void* function;       // CUfunction, loaded in the device's primary context
+  uint32_t cluster;     // CTAs per cluster
+  uint32_t threads;     // per CTA
   uint32_t smem_bytes;  // dynamic shared memory per CTA
   uint32_t reserved;
 };
 
 struct latent_tail_cuda_plan {  // how a call of some number of tokens is launched
-  uint32_t kernel;      // index into kernels
-  uint32_t token_ctas;  // gridDim.x
+  uint32_t kernel;              // index into kernels
+  uint32_t token_ctas;          // gridDim.x
 };
 
 // Everything is copied, the memory that addresses refer to excepted: that lives as long as the
@@ -45,6 +45,7 @@ struct latent_tail_cuda_rank {
   uint32_t rank;     // in its group
   uint32_t call_hash;
   uint32_t pdl;  // nonzero: launch with programmatic stream serialization
+  uint32_t gathers, has_residual;
 };
 
 }  // extern "C"

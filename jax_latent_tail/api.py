@@ -6,6 +6,7 @@ unreduced expert output. Arrays are bf16 unless said otherwise; JAX owns inputs 
 those of any other operation.
 """
 
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,8 +16,13 @@ import numpy as np
 from jax import lax
 
 from jax_latent_tail import primitive, reference
-from jax_latent_tail.checks import check_axis_names, check_implementation, check_options
-from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError, UnavailableError
+from jax_latent_tail.checks import (
+    check_axis_names,
+    check_count,
+    check_implementation,
+    check_options,
+)
+from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError
 from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, AxisName, Operands, TailSpec
 
 _Arrays = TypeVar("_Arrays")
@@ -141,6 +147,7 @@ def all_gather_add(
     residual: jax.Array | None = None,
     *,
     axis_name: str | tuple[str, ...],
+    max_tokens: int = DEFAULT_MAX_TOKENS,
     implementation: str | None = None,
 ) -> jax.Array:
     """The columns of all ranks side by side, plus a residual.
@@ -148,7 +155,7 @@ def all_gather_add(
     Args:
       x: [M, S], this rank's columns.
       residual: [M, tp * S], the same on every rank of the group; added in fp32, with one rounding.
-      axis_name, implementation: as for `fused`.
+      axis_name, max_tokens, implementation: as for `fused`.
 
     Returns:
       [M, tp * S], equal on all ranks of the group: columns r * S .. (r + 1) * S are rank r's x.
@@ -157,21 +164,23 @@ def all_gather_add(
       As for `fused`.
     """
     axis_name = _check_axis_name(axis_name)
+    check_count("max_tokens", max_tokens)
     check_implementation(implementation)
-    if implementation not in (None, "xla"):
-        raise UnavailableError(
-            f"implementation={implementation!r}: all_gather_add has plain collectives only"
-        )
     _check_array("x", x, "bfloat16", ndim=2)
+    if x.shape[1] == 0:
+        raise ArgumentValueError("x", "without columns", "rows of at least one column")
     x = _vary_over_group(axis_name, x)
+    call = functools.partial(
+        primitive.all_gather_add, axis_name, max_tokens=max_tokens, implementation=implementation
+    )
     if residual is None:
-        return primitive.all_gather_add(axis_name, x)
+        return call(x)
     _check_array("residual", residual, "bfloat16", ndim=2)
     shape = (x.shape[0], x.shape[1] * lax.axis_size(axis_name))
     if residual.shape != shape:
         raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}: [M, tp * S]")
     _check_equal_on_all_ranks("residual", residual, axis_name)
-    return primitive.all_gather_add(axis_name, x, residual)
+    return call(x, residual)
 
 
 def moe_tail(
@@ -218,7 +227,13 @@ def moe_tail(
         raise ArgumentValueError("w_up", f"of shape {w_up.shape}", f"{shape}: [L, H / tp]")
     up = jnp.dot(latent, w_up, preferred_element_type=jnp.float32)
     columns = reference.round_to_bf16(up + shard.astype(jnp.float32)).astype(jnp.bfloat16)
-    return all_gather_add(columns, residual, axis_name=axis_name, implementation=implementation)
+    return all_gather_add(
+        columns,
+        residual,
+        axis_name=axis_name,
+        max_tokens=max_tokens,
+        implementation=implementation,
+    )
 
 
 def _call(

@@ -18,6 +18,7 @@ from jax_latent_tail.communicator.group import DeviceTable, device_table
 from jax_latent_tail.errors import UnavailableError
 from jax_latent_tail.spec import AxisName, TailSpec
 
+lowered_per_devices: Any
 try:
     # Private. A primitive in this set is lowered anew for every order of the devices; without it
     # one jitted function called with two orders would keep the device table of the first.
@@ -27,7 +28,7 @@ except ImportError:
 
 _log = logging.getLogger("jax_latent_tail")
 
-NATIVE_PLATFORMS = ("cuda",)
+NATIVE_PLATFORMS: tuple[str, ...] = ("cuda",)
 _DEVICE_PLATFORM = {"cuda": "gpu"}  # what a device says where its lowering platform says more
 
 # Under it XLA may run two calls of a program at once, on one workspace.

@@ -56,7 +56,7 @@ def prepare(
         raise ArgumentValueError("latent_dim", None, "an integer, where hidden_dim is None")
     if latent_dim is None and top_k is not None:
         raise ArgumentValueError("top_k", top_k, "None, where latent_dim is None")
-    sizes = {"latent_dim": latent_dim, "hidden_dim": hidden_dim, "top_k": top_k}
+    sizes: dict[str, Any] = {"latent_dim": latent_dim, "hidden_dim": hidden_dim, "top_k": top_k}
     for argument, value in sizes.items():
         if value is not None:
             check_count(argument, value)

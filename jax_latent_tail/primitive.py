@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_latent_tail import choice, native, reference
 from jax_latent_tail.errors import ArgumentValueError
-from jax_latent_tail.spec import AxisName, Operands, TailSpec
+from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, AxisName, Operands, TailSpec, gather_spec
 
 latent_tail_p = Primitive("latent_tail")
 latent_tail_p.multiple_results = True
@@ -38,13 +38,19 @@ def latent_tail(
     return latent_tail_p.bind(*arrays, **params)
 
 
-def all_gather_add(axis_name: AxisName, *arrays: jax.Array) -> jax.Array:
+def all_gather_add(
+    axis_name: AxisName,
+    *arrays: jax.Array,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    implementation: str | None = None,
+) -> jax.Array:
     """Arguments, x and perhaps a residual, and result as for `reference.all_gather_add`."""
-    tp = lax.axis_size(axis_name)
-    result = _all_gather_add_type(*map(jax.typeof, arrays), axis_name=axis_name, tp=tp)
+    spec = gather_spec(lax.axis_size(axis_name), arrays[0].shape[1], len(arrays) > 1, max_tokens)
+    params = {"spec": spec, "axis_name": axis_name, "implementation": implementation}
+    result = _all_gather_add_type(*map(jax.typeof, arrays), **params)
     if result.shape[0] == 0:
         return _no_rows(result)
-    return all_gather_add_p.bind(*arrays, axis_name=axis_name, tp=tp)
+    return all_gather_add_p.bind(*arrays, **params)
 
 
 def _no_rows(result: Any) -> jax.Array:
@@ -71,9 +77,11 @@ def _latent_tail_types(
 
 
 @all_gather_add_p.def_abstract_eval
-def _all_gather_add_type(*avals: Any, axis_name: AxisName, tp: int) -> Any:
-    x = avals[0]
-    return _rows_like(x, tp * x.shape[1], _varying(avals) - set(axis_name))
+def _all_gather_add_type(
+    *avals: Any, spec: TailSpec, axis_name: AxisName, implementation: str | None
+) -> Any:
+    assert spec.hidden_dim is not None
+    return _rows_like(avals[0], spec.hidden_dim, _varying(avals) - set(axis_name))
 
 
 def _varying(avals: Sequence[Any]) -> frozenset[str]:
@@ -110,10 +118,18 @@ def _jvp_latent_tail(
 
 
 def _jvp_all_gather_add(
-    primals: Sequence[Any], tangents: Sequence[Any], *, axis_name: AxisName, tp: int
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     unfused = functools.partial(reference.unfused_all_gather_add, axis_name)
-    return all_gather_add(axis_name, *primals), _tangents(unfused, primals, tangents)
+    y = all_gather_add(
+        axis_name, *primals, max_tokens=spec.max_tokens, implementation=implementation
+    )
+    return y, _tangents(unfused, primals, tangents)
 
 
 def _tangents(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -179,16 +195,25 @@ def _batch_latent_tail(
 
 
 def _batch_all_gather_add(
-    axis_data: Any, arrays: Sequence[Any], dims: Sequence[Any], *, axis_name: AxisName, tp: int
+    axis_data: Any,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    implementation: str | None,
 ) -> tuple[jax.Array, int | None]:
     _refuse_axis_of_group(axis_data, axis_name)
+    call = functools.partial(
+        all_gather_add, axis_name, max_tokens=spec.max_tokens, implementation=implementation
+    )
     if all(dim is None for dim in dims):
-        return all_gather_add(axis_name, *arrays), None
+        return call(*arrays), None
     size = axis_data.size
     stacked = _stacked(arrays, dims, size, axis_name)
     if _tokens_are_split(stacked):
-        return lax.map(lambda arrays: all_gather_add(axis_name, *arrays), stacked), 0
-    y = all_gather_add(axis_name, *map(_merge_leading, stacked))
+        return lax.map(lambda arrays: call(*arrays), stacked), 0
+    y = call(*map(_merge_leading, stacked))
     return _split_leading(y, size, stacked[0].shape[1]), 0
 
 
@@ -254,16 +279,29 @@ def _plain_latent_tail(
 
 
 def _plain_all_gather_add(
-    x: jax.Array, residual: jax.Array | None = None, *, axis_name: AxisName, tp: int
+    x: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    implementation: str | None,
 ) -> jax.Array:
+    del spec, implementation
     return reference.all_gather_add(axis_name, x, residual)
 
 
-_lower_plain_latent_tail = mlir.lower_fun(_plain_latent_tail, multiple_results=True)
+_LOWER_PLAIN = {
+    latent_tail_p: mlir.lower_fun(_plain_latent_tail, multiple_results=True),
+    all_gather_add_p: mlir.lower_fun(_plain_all_gather_add, multiple_results=False),
+}
 
 
-def _lower_latent_tail(
-    platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+def _lower(
+    primitive: Primitive,
+    platform: str | None,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    **params: Any,
 ) -> Any:
     """`platform` is None for those without a native implementation."""
     module = ctx.module_context
@@ -279,18 +317,17 @@ def _lower_latent_tail(
         insisted=params["implementation"],
     )
     if chosen.implementation == "xla":
-        return _lower_plain_latent_tail(ctx, *operands, **params)
+        return _LOWER_PLAIN[primitive](ctx, *operands, **params)
+    assert chosen.table is not None
     call = jax.ffi.ffi_lowering(native.TARGETS[chosen.implementation])
     return call(ctx, *operands, **native.attributes(chosen.table, spec))
 
 
-if choice.lowered_per_devices is not None:
-    choice.lowered_per_devices.add(latent_tail_p)
-mlir.register_lowering(latent_tail_p, functools.partial(_lower_latent_tail, None))
-for _platform in choice.NATIVE_PLATFORMS:
-    mlir.register_lowering(
-        latent_tail_p, functools.partial(_lower_latent_tail, _platform), platform=_platform
-    )
-mlir.register_lowering(
-    all_gather_add_p, mlir.lower_fun(_plain_all_gather_add, multiple_results=False)
-)
+for _primitive in _LOWER_PLAIN:
+    if choice.lowered_per_devices is not None:
+        choice.lowered_per_devices.add(_primitive)
+    mlir.register_lowering(_primitive, functools.partial(_lower, _primitive, None))
+    for _platform in choice.NATIVE_PLATFORMS:
+        mlir.register_lowering(
+            _primitive, functools.partial(_lower, _primitive, _platform), platform=_platform
+        )

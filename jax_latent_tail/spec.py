@@ -36,6 +36,9 @@ class Operands(NamedTuple):
 class TailSpec:
     """Sizes, rounding and limits of one call; hashable, and equal on every rank of a group.
 
+    Made for every call of the package: for `fused` and its halves, and by `gather_spec` for
+    `all_gather_add`.
+
     Attributes:
       tp: ranks in the group.
       latent_dim: L, columns of the routed half; None where the call has no routed half.
@@ -46,6 +49,8 @@ class TailSpec:
       fp32_internal: False rounds the reduced row and its squares to bf16 before the row sum, True
         keeps both in fp32.
       max_tokens: tokens that a native implementation keeps room for.
+      gathers: the call is an `all_gather_add` of rows that are hidden_dim columns wide together.
+      has_residual: whether that adds a residual.
     """
 
     tp: int
@@ -55,6 +60,8 @@ class TailSpec:
     eps: float
     fp32_internal: bool
     max_tokens: int
+    gathers: bool = False
+    has_residual: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_dim is not None and self.hidden_dim % self.tp:
@@ -63,6 +70,15 @@ class TailSpec:
                 f"{self.hidden_dim} columns wide",
                 f"a multiple of the {self.tp} ranks it is scattered over",
             )
+
+    @property
+    def op(self) -> str:
+        """The public function that makes this call."""
+        if self.gathers:
+            return "all_gather_add"
+        if self.latent_dim is None:
+            return "reduce_scatter"
+        return "all_reduce_rms_norm" if self.hidden_dim is None else "fused"
 
     @property
     def shard_dim(self) -> int:
@@ -83,3 +99,18 @@ class TailSpec:
     def routed_tokens(self, operands: Operands) -> Any:
         """The operand with one row per token in the routed half, which expert rows have not."""
         return operands.rows if self.top_k is None else operands.indices
+
+
+def gather_spec(tp: int, shard_dim: int, has_residual: bool, max_tokens: int) -> TailSpec:
+    """The description of an `all_gather_add` of rows [M, shard_dim] of each rank."""
+    return TailSpec(
+        tp=tp,
+        latent_dim=None,
+        hidden_dim=tp * shard_dim,
+        top_k=None,
+        eps=1.0,  # nothing is normalised
+        fp32_internal=False,
+        max_tokens=max_tokens,
+        gathers=True,
+        has_residual=has_residual,
+    )

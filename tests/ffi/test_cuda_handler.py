@@ -16,7 +16,7 @@ import pytest
 
 from jax_latent_tail import native
 from jax_latent_tail.kernels import abi
-from jax_latent_tail.spec import TailSpec
+from jax_latent_tail.spec import TailSpec, gather_spec
 
 HERE = os.path.dirname(__file__)
 TARGET = "jax_latent_tail_test_shim"
@@ -174,6 +174,21 @@ def test_a_finalize_passes_its_rows_and_slots(shim, rows):
     assert launch.parameter("indices") != 0
 
 
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_an_all_gather_add_passes_its_rows_in_the_places_of_the_shared_half(shim, has_residual):
+    spec = gather_spec(2, 16, has_residual, 8)
+    Registered(shim, spec)
+    arrays = [bf16(3, 16)] + [bf16(3, 32)] * has_residual
+    call(arrays, [((3, 32), jnp.bfloat16)], spec)
+    launch = shim.shim_last().contents
+    assert (launch.grid[2], launch.parameter("roles")) == (1, abi.SHARED_MASK)
+    assert (launch.parameter("rows") != 0) == has_residual
+    assert 0 not in (launch.parameter("shared"), launch.parameter("shard"))
+    assert launch.parameter("gamma") == launch.parameter("latent") == 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*operand"):
+        call(arrays[:-1] if has_residual else arrays * 2, [((3, 32), jnp.bfloat16)], spec)
+
+
 WRONG_BUFFERS = {
     "no operands": ([], results_of(2), "no operand"),
     "one operand too many": (
@@ -238,6 +253,8 @@ def test_buffers_that_contradict_the_attributes_are_refused(shim, case):
         ({"eps": np.float64(1e-5)}, "'eps'"),
         ({"tp": 0}, "contradict"),
         ({"tp": 3}, "contradict"),
+        ({"gathers": np.bool_(True)}, "contradict"),
+        ({"has_residual": np.bool_(True)}, "contradict"),
         ({"latent_dim": -16}, "contradict"),
         ({"max_tokens": 0}, "contradict"),
         ({"devices": np.zeros(3, np.int64)}, "contradict"),
