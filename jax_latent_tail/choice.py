@@ -28,7 +28,7 @@ except ImportError:
 
 _log = logging.getLogger("jax_latent_tail")
 
-NATIVE_PLATFORMS: tuple[str, ...] = ("cuda",)
+NATIVE_PLATFORMS: tuple[str, ...] = ("cuda", "cpu")
 _DEVICE_PLATFORM = {"cuda": "gpu"}  # what a device says where its lowering platform says more
 
 # Under it XLA may run two calls of a program at once, on one workspace.

@@ -319,8 +319,12 @@ def _lower(
     if chosen.implementation == "xla":
         return _LOWER_PLAIN[primitive](ctx, *operands, **params)
     assert chosen.table is not None
+    attributes = native.attributes(chosen.table, spec)
+    if chosen.implementation == "cpu":
+        attributes |= native.module_attribute(module.module)
+        native.load("cpu").end_cpu_series()
     call = jax.ffi.ffi_lowering(native.TARGETS[chosen.implementation])
-    return call(ctx, *operands, **native.attributes(chosen.table, spec))
+    return call(ctx, *operands, **attributes)
 
 
 for _primitive in _LOWER_PLAIN:

@@ -1,0 +1,193 @@
+"""The communicator for CPU devices: ranks of one process, and of several on one host."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jaxlib
+
+import jax_latent_tail
+from jax_latent_tail.communicator.group import DeviceTable
+from jax_latent_tail.communicator.host_memory import SharedFile
+from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
+from jax_latent_tail.communicator.settings import Settings
+from jax_latent_tail.errors import ArgumentError, UnavailableError
+from jax_latent_tail.spec import TailSpec
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class HostLibrary(Protocol):
+    """What a communicator needs of `native.Library`."""
+
+    def cpu_segment_bytes(
+        self, table: Sequence[Sequence[int]], spec: TailSpec, processes: Sequence[int]
+    ) -> int: ...
+
+    def open_cpu(
+        self,
+        table: Sequence[Sequence[int]],
+        spec: TailSpec,
+        processes: Sequence[int],
+        process: int,
+        deadline_s: float,
+        segment_fd: int,
+    ) -> int: ...
+
+    def cpu_failure(self, handle: int) -> str | None: ...
+
+    def close_cpu(self, handle: int) -> None: ...
+
+
+class HostCommunicator:
+    """The ranks of a device table on this host's CPUs.
+
+    Made by `establish`, in all processes of the table at once; `close` ends it. The memory that
+    processes share belongs to the native library and goes with the last call.
+
+    Attributes:
+      summary: what it serves and how, for logs.
+    """
+
+    def __init__(self, library: HostLibrary, handle: int, summary: str):
+        self.summary = summary
+        self._library = library
+        self._handle: int | None = handle
+
+    @classmethod
+    def establish(
+        cls,
+        table: DeviceTable,
+        spec: TailSpec,
+        devices: Mapping[int, Any],
+        rendezvous: Rendezvous,
+        library: HostLibrary | UnavailableError,
+        environ: Mapping[str, str] = os.environ,
+        host: str | None = None,
+    ) -> "HostCommunicator":
+        """Makes a communicator in every process of the table, or in none.
+
+        Collective, within a session of the rendezvous.
+
+        Args:
+          table: global device ids, [groups, ranks].
+          spec: of the calls.
+          devices: the `jax.Device` of each id.
+          library: the native library, or why this process has none.
+          host: what tells hosts apart; None reads the boot id.
+
+        Raises:
+          Refusal: it cannot be, for the reason in the message; in every process.
+          DisagreementError: the processes differ in what they want or in their versions; in every
+            process.
+          ArgumentValueError: an environment variable has a value that is not allowed.
+          RendezvousError: some process did not come, or left.
+        """
+        settings = _agree_on_settings(rendezvous, spec, environ)
+        numbers = {process: number for number, process in enumerate(rendezvous.participants)}
+        processes = [numbers[devices[id_].process_index] for group in table for id_ in group]
+
+        def look() -> dict[str, Any]:
+            if isinstance(library, UnavailableError):
+                raise library
+            return {
+                "host": host or _BOOT_ID.read_text().strip(),
+                "user": os.geteuid(),
+                "bytes": library.cpu_segment_bytes(table, spec, processes),
+            }
+
+        facts = rendezvous.agree("looking at the host", look)
+        assert not isinstance(library, UnavailableError)
+        size: int = facts[0]["bytes"]
+        if size:
+            for what in ("host", "user"):
+                _require_one(rendezvous, what, [fact[what] for fact in facts])
+        number = numbers[rendezvous.me]
+        file: SharedFile | None = None
+        handle: int | None = None
+        try:
+
+            def create() -> str | None:
+                nonlocal file
+                if size and number == 0:
+                    file = SharedFile.create(size)
+                    return file.name
+                return None
+
+            name = rendezvous.agree("creating shared memory", create)[0]
+
+            def open_() -> None:
+                nonlocal file, handle
+                if size and file is None:
+                    file = SharedFile.open(name)
+                handle = library.open_cpu(
+                    table, spec, processes, number, settings.deadline_s, file.fd if file else -1
+                )
+
+            rendezvous.agree("mapping shared memory", open_)
+        except BaseException:
+            if handle is not None:
+                library.close_cpu(handle)
+            raise
+        finally:
+            if file:
+                file.close()
+        assert handle is not None
+        where = f"{size >> 10} KiB shared by {len(numbers)} processes" if size else "in one process"
+        return cls(library, handle, f"CPU communicator of {sum(map(len, table))} devices, {where}")
+
+    def failure(self) -> str | None:
+        """Why calls fail in this process, once one did; None after `close`."""
+        return None if self._handle is None else self._library.cpu_failure(self._handle)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends it: calls that wait for other ranks fail, as do all that come; never waits.
+
+        Other processes still finish the calls that this process's ranks have come to, and fail in
+        those that they have not. May be called again.
+        """
+        del timeout_s
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._library.close_cpu(handle)
+
+
+def _agree_on_settings(
+    rendezvous: Rendezvous, spec: TailSpec, environ: Mapping[str, str]
+) -> Settings:
+    """The settings, after all processes have found that they want the same.
+
+    Calls are told apart by the order in which XLA makes them, so its versions must agree too.
+    """
+    error: ArgumentError | None = None
+    settings = Settings()
+    try:
+        settings = Settings.read(environ)
+    except ArgumentError as wrong:
+        error = wrong
+    facts = {
+        "version": jax_latent_tail.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        **dataclasses.asdict(spec),
+        "deadline_s": settings.deadline_s,
+        "environment": str(error) if error else "valid",
+    }
+    rendezvous.require_equal("comparing the calls", facts)
+    if error:
+        raise error
+    return settings
+
+
+def _require_one(rendezvous: Rendezvous, what: str, values: Sequence[Any]) -> None:
+    """A Refusal, alike in all processes, unless their values are the same."""
+    for process, value in zip(rendezvous.participants, values, strict=True):
+        if value != values[0]:
+            raise Refusal(
+                f"{rendezvous.name(rendezvous.participants[0])} has {what} {values[0]} and"
+                f" {rendezvous.name(process)} has {what} {value}: memory is shared only between"
+                " processes of one user on one host"
+            )
