@@ -36,6 +36,8 @@ ABI_VERSION = 1
 # The word that means "nothing has arrived". As two bf16 it is (+0, -0); a payload word equal to it
 # is published as (+0, +0), which changes no sum that starts from +0.
 SENTINEL = 0x80000000
+# Where words are copied, it travels as this pair of NaNs instead, and that pair as the other.
+ESCAPED, OTHER_NAN = 0xFFA5FFA5, 0x7FFF7FFF
 
 MAX_RANKS = 16
 BUFFERS = 2
@@ -63,9 +65,12 @@ PAYLOAD_WAIT, HEADER_WAIT = 0, 1
 
 
 class LaunchParams(ctypes.Structure):
-    """The kernel's parameter list. Pointers are device addresses, 16-byte aligned.
+    """The kernels' parameter list. Pointers are device addresses, 16-byte aligned.
 
-    Of the arrays only those of the roles in `roles` are read or written.
+    Of the arrays only those of the roles in `roles` are read or written. `all_gather_add` has a
+    communicator of its own, with a `Slot` of latent 0 and the shared role. It uses `shared` for x
+    [M, S], `rows` for the residual [M, H] or 0 for none, `shard` for the output [M, H], and of the
+    other words those that say which call it is.
     """
 
     _fields_ = [
@@ -240,3 +245,14 @@ def call_hash(
     )
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & GENERATION_MASK
+
+
+def all_gather_add_hash(
+    *, tp: int, hidden: int, residual: bool, channel: int = 0, name: str = ""
+) -> int:
+    """`call_hash` of an `all_gather_add`; `residual` says whether there is one."""
+    return call_hash(
+        "all_gather_add with residual" if residual else "all_gather_add",
+        tp=tp, latent=0, hidden=hidden, top_k=0, fp32_internal=False, eps=0.0,
+        channel=channel, name=name,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Latency of the kernel alone: graph replay, ranks that share one GPU, the floor beside it.
+"""Latency of the kernels alone: graph replay, ranks that share one GPU, the floor beside it.
 
     python -m jax_latent_tail.kernels.bench                     # measure and print tables
+    python -m jax_latent_tail.kernels.bench --op all_gather_add # of the second kernel
     python -m jax_latent_tail.kernels.bench --compile DIR       # only compile what it needs; no GPU
     python -m jax_latent_tail.kernels.bench --cubins DIR        # use those
 
@@ -14,8 +15,14 @@ Columns, in microseconds per call:
   routed, shared   one role alone
   unguarded the fused kernel without status, headers, deadline and poison (`unguarded.py`)
 
+and for all_gather_add
+
+  add, copy one launch, with a residual and without
+  pdl, floor, unguarded   as above, with a residual
+
 A graph of `CALLS` calls is replayed on every rank at once; a number is the least of `ROUNDS` rounds
-of the slowest rank's time. `fused` and `unguarded` take turns, so that their ratio means something.
+of the slowest rank's time. The first column and `unguarded` take turns, so that their ratio means
+something.
 There is no NVLink in this: peers' memory is the same GPU's.
 """
 
@@ -28,7 +35,7 @@ import statistics
 import time
 
 from jax_latent_tail.kernels import abi, geometry, store
-from jax_latent_tail.kernels.variant import KernelVariant
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL, KernelVariant
 
 LATENT, HIDDEN = 3584, 7168
 RANKS = (2, 4, 8)
@@ -37,15 +44,26 @@ MAX_TOKENS = 128
 CALLS = 100  # in one graph
 REPLAYS = 5  # in one round
 ROUNDS = 20
-COLUMNS = ("fused", "pdl", "floor", "separate", "routed", "shared", "unguarded")
+COLUMNS = {
+    TAIL: ("fused", "pdl", "floor", "separate", "routed", "shared", "unguarded"),
+    ALL_GATHER_ADD: ("add", "copy", "pdl", "floor", "unguarded"),
+}
+# What takes turns with the unguarded twin, and is measured in each geometry.
+_MAIN = {op: columns[0] for op, columns in COLUMNS.items()}
 
 _UNGUARDED = "unguarded-"
 
 
 def variants(arch: str = "sm_90") -> list[KernelVariant]:
     """What `measure` loads, besides the unguarded twins."""
-    plain = [KernelVariant(arch, tp, LATENT, HIDDEN) for tp in RANKS]
-    return plain + [KernelVariant(arch, tp, LATENT, HIDDEN, top_k=16) for tp in RANKS]
+    kinds = ((TAIL, 0), (TAIL, 16), (ALL_GATHER_ADD, 0))
+    return [_variant(op, arch, tp, top_k) for op, top_k in kinds for tp in RANKS]
+
+
+def _variant(op: str, arch: str, tp: int, top_k: int) -> KernelVariant:
+    if op == ALL_GATHER_ADD:
+        return KernelVariant.all_gather_add(arch, tp, HIDDEN)
+    return KernelVariant(arch, tp, LATENT, HIDDEN, top_k)
 
 
 def compile_all(folder: pathlib.Path, arch: str, jobs: int) -> None:
@@ -55,7 +73,7 @@ def compile_all(folder: pathlib.Path, arch: str, jobs: int) -> None:
     export.export(folder, variants(arch), jobs)
     for variant in variants(arch):
         if variant.top_k == 0:
-            compiled = export.compile_variant(variant, unguarded.Unguarded)
+            compiled = export.compile_variant(variant, unguarded.KERNELS[variant.op])
             name = _UNGUARDED + variant.key
             store.write_atomically(folder / f"{name}.cubin", compiled.cubin)
             store.write_atomically(folder / f"{name}.json", json.dumps(compiled.entry).encode())
@@ -77,16 +95,24 @@ class Case:
     tokens: int
     top_k: int = 0
     kernel: int | None = None
+    op: str = TAIL
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.kernel is None and self.column in (_MAIN[self.op], "unguarded")
 
 
-def cases(tokens, top_k: int, all_geometries: bool) -> list[Case]:
-    """In the order of measuring; fused and unguarded next to each other."""
-    columns = ("fused", "unguarded", "pdl", "floor", "separate", "routed", "shared")
+def cases(tokens, top_k: int, all_geometries: bool, op: str = TAIL) -> list[Case]:
+    """In the order of measuring; what takes turns next to each other."""
+    columns = sorted(COLUMNS[op], key=lambda column: column not in (_MAIN[op], "unguarded"))
     wanted = [
-        Case(c, m, top_k) for m in tokens for c in columns if not (top_k and c == "unguarded")
+        Case(c, m, top_k, op=op)
+        for m in tokens
+        for c in columns
+        if not (top_k and c == "unguarded")
     ]
     if all_geometries:
-        wanted += [Case("fused", m, top_k, index) for m in tokens for index in (0, 1)]
+        wanted += [Case(_MAIN[op], m, top_k, index, op) for m in tokens for index in (0, 1)]
     return wanted
 
 
@@ -96,7 +122,7 @@ class Bench:
     Args:
       tp: ranks of the group.
       mine: those of this process.
-      wanted: what will be measured; all kernels are loaded before any rank can wait.
+      wanted: what will be measured, of one op; all kernels are loaded before any rank can wait.
       connect: called with the list of `harness.Rank`, maps the peers.
       meet: returns when all processes have called it.
     """
@@ -107,12 +133,12 @@ class Bench:
         from jax_latent_tail.kernels import harness
         from jax_latent_tail.kernels.variant import arch_for
 
-        self.harness, self.meet, self.tp = harness, meet, tp
+        self.harness, self.meet, self.tp, self.op = harness, meet, tp, wanted[0].op
         self.device = harness.Device()
         arch = arch_for(*self.device.capability)
         self.loaded = {}
         for top_k in {0, *(case.top_k for case in wanted)}:
-            variant = KernelVariant(arch, tp, LATENT, HIDDEN, top_k)
+            variant = _variant(self.op, arch, tp, top_k)
             self.loaded[top_k, True] = harness.Loaded(store.find(variant))
             bare = _unguarded(variant, folder)
             self.loaded[top_k, False] = harness.Loaded(bare) if bare else None
@@ -140,7 +166,7 @@ class Bench:
                     ),
                     "rows": random(max_tokens * 16, LATENT),
                     "latent": harness.Buffer(2 * max_tokens * LATENT),
-                    "shard": harness.Buffer(2 * max_tokens * HIDDEN // tp),
+                    "shard": harness.Buffer(2 * max_tokens * HIDDEN),
                 }
             )
 
@@ -155,9 +181,12 @@ class Bench:
             pdl=case.column == "pdl",
             **{name: buffer.address for name, buffer in self.buffers[index].items()},
         )
+        if case.column == "copy":
+            call.rows = 0
         one = {"routed": [abi.ROUTED_MASK], "shared": [abi.SHARED_MASK]}
         one["separate"] = [abi.ROUTED_MASK, abi.SHARED_MASK]
-        for roles in one.get(case.column, [abi.BOTH_MASK]):
+        whole = [abi.BOTH_MASK if self.op == TAIL else abi.SHARED_MASK]
+        for roles in one.get(case.column, whole):
             launch = rank.launch_empty if case.column == "floor" else rank.launch
             launch(loaded, dataclasses.replace(call, roles=roles))
 
@@ -189,7 +218,7 @@ class Bench:
         results: list[tuple[Case, list[float]]] = []
         while wanted:
             turn, wanted = wanted[:1], wanted[1:]
-            if wanted and {turn[0].column, wanted[0].column} == {"fused", "unguarded"}:
+            if wanted and turn[0].takes_turns and wanted[0].takes_turns:
                 turn, wanted = [turn[0], wanted[0]], wanted[1:]
             turn = [c for c in turn if c.column != "unguarded" or self.loaded[c.top_k, False]]
             graphs = [self._graphs(case) for case in turn]
@@ -244,8 +273,9 @@ def measure_mps(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
     ]
 
 
-def table(results: list[tuple[Case, list[float]]], columns=COLUMNS) -> str:
+def table(results: list[tuple[Case, list[float]]]) -> str:
     """Markdown: a row per M, the least of the rounds."""
+    columns = COLUMNS[results[0][0].op]
     least = {(case.column, case.tokens): min(rounds) for case, rounds in results}
     tokens = sorted({case.tokens for case, _ in results})
     present = [c for c in columns if any((c, m) in least for m in tokens)]
@@ -259,9 +289,10 @@ def table(results: list[tuple[Case, list[float]]], columns=COLUMNS) -> str:
 def _guards(results) -> str:
     """What the failure machinery costs, by medians of rounds that took turns."""
     rounds = {(case.column, case.tokens): r for case, r in results}
+    main = _MAIN[results[0][0].op]
     parts = []
     for (column, m), guarded in sorted(rounds.items(), key=lambda item: item[0][1]):
-        if column == "fused" and ("unguarded", m) in rounds:
+        if column == main and ("unguarded", m) in rounds:
             bare = rounds["unguarded", m]
             parts.append(
                 f"M={m}: {100 * (statistics.median(guarded) / statistics.median(bare) - 1):+.1f} %"
@@ -283,6 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="N")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="M")
     parser.add_argument("--mode", choices=("streams", "mps"), nargs="+", default=("streams", "mps"))
+    parser.add_argument("--op", choices=tuple(COLUMNS), nargs="+", default=(TAIL,))
     parser.add_argument("--top-k", type=int, choices=(0, 16), nargs="+", default=(0,), metavar="K")
     parser.add_argument("--geometries", action="store_true", help="also each geometry at each M")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all rounds")
@@ -293,22 +325,26 @@ def main(argv: list[str] | None = None) -> None:
     if options.cubins:
         os.environ[store.FOLDER_VARIABLE] = str(options.cubins)
     record = []
+    kinds = [(TAIL, top_k) for top_k in options.top_k] if TAIL in options.op else []
+    kinds += [(ALL_GATHER_ADD, 0)] if ALL_GATHER_ADD in options.op else []
     for tp in options.ranks:
-        for top_k in options.top_k:
-            wanted = cases(options.tokens, top_k, options.geometries)
+        for op, top_k in kinds:
+            wanted = cases(options.tokens, top_k, options.geometries, op)
             for mode in options.mode:
                 started = time.monotonic()
                 run = measure_streams if mode == "streams" else measure_mps
                 results = run(tp, options.cubins, wanted)
-                print(f"\nN = {tp}, {mode}, K = {top_k} ({time.monotonic() - started:.0f} s)\n")
+                what = f"K = {top_k}" if op == TAIL else op
+                print(f"\nN = {tp}, {mode}, {what} ({time.monotonic() - started:.0f} s)\n")
                 print(table([r for r in results if r[0].kernel is None]))
                 if guards := _guards([r for r in results if r[0].kernel is None]):
                     print(f"\nguards: {guards}")
-                for index, shape in enumerate(geometry.entries(tp, LATENT, HIDDEN)):
+                latent = LATENT if op == TAIL else 0
+                for index, shape in enumerate(geometry.entries(tp, latent, HIDDEN, op)):
                     those = [r for r in results if r[0].kernel == index]
                     if those:
                         print(f"\nC{shape.cluster}xT{shape.threads}:")
-                        print(table(those, ("fused",)))
+                        print(table(those))
                 print(flush=True)
                 record += [
                     {"ranks": tp, "mode": mode, **dataclasses.asdict(case), "rounds": rounds}

@@ -34,14 +34,14 @@ class Compiled(typing.NamedTuple):
 
 
 def compile_variant(variant: KernelVariant, kernel: type | None = None) -> Compiled:
-    """Compile one variant. `kernel` replaces `collective.Tail`, for measurements."""
+    """Compile one variant. `kernel` replaces that of `collective`, for measurements."""
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Int64, Uint32
 
     from jax_latent_tail.kernels import collective
 
-    module = collective.TailModule(variant, kernel or collective.Tail)
+    module = collective.Module(variant, kernel)
     arguments = [Int64(0)] * 8 + [Int32(1)] * 7 + [Uint32(0), Float32(0.0)]
     with tempfile.TemporaryDirectory() as scratch:
         compiled = cute.compile(
@@ -57,7 +57,8 @@ def compile_variant(variant: KernelVariant, kernel: type | None = None) -> Compi
 def _entry(variant: KernelVariant, data: bytes) -> dict:
     info = cubin.inspect(data)
     kernels = []
-    for i, shape in enumerate(geometry.entries(variant.tp, variant.latent, variant.hidden)):
+    shapes = geometry.entries(variant.tp, variant.latent, variant.hidden, variant.op)
+    for i, shape in enumerate(shapes):
         symbol = f"latent_tail_{i}"
         kernels.append(
             {

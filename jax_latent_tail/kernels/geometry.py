@@ -4,10 +4,16 @@ One cluster serves one token of one role and then strides on. The row is spread 
 `cluster * threads` threads of the cluster in 16-byte vectors; threads beyond the row idle, so any
 row fits any geometry. The protocol does not depend on it, but the order of the row sum does: all
 ranks use the same geometry for a call, which they do by choosing it from M alone.
+
+In `all_gather_add` a rank takes a row of S columns from each rank. The CTAs of a cluster form
+groups that divide the ranks among them; a row is spread over the threads of one group. Group g has
+the CTAs g, g + groups, ... of the cluster.
 """
 
 import dataclasses
 import math
+
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL
 
 WARP = 32
 VECTOR_BYTES = 16
@@ -25,13 +31,16 @@ RESERVED_SMS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`cluster` CTAs of `threads` threads each serve one token of one role."""
+    """`cluster` CTAs of `threads` threads each serve one token of one role, in `groups` groups."""
 
     cluster: int
     threads: int
+    groups: int = 1
 
     def __post_init__(self) -> None:
         assert self.cluster in (1, 2, 4, 8)
+        assert self.groups in (1, 2, 4, 8)
+        assert self.groups <= self.cluster
         assert self.threads % WARP == 0
         assert WARP <= self.threads <= MAX_THREADS
 
@@ -42,8 +51,8 @@ class Geometry:
 
     @property
     def lanes(self) -> int:
-        """Threads of one cluster."""
-        return self.cluster * self.threads
+        """Threads that a row is spread over."""
+        return self.cluster // self.groups * self.threads
 
     @property
     def partials_bytes(self) -> int:
@@ -56,22 +65,38 @@ class Geometry:
         return 16 + 2 * self.partials_bytes
 
 
-def _fit(vectors: int, most_threads: int) -> Geometry:
-    """The smallest cluster of at most `most_threads` threads a CTA that gives each vector a thread;
-    if there is none, the largest there is."""
-    cluster = 1
-    while cluster < MAX_CLUSTER and vectors > cluster * most_threads:
+def _fit(vectors: int, most_threads: int, groups: int = 1) -> Geometry:
+    """The smallest cluster of at most `most_threads` threads a CTA that gives each vector a thread
+    in each group; if there is none, the largest there is."""
+    cluster = groups
+    while cluster < MAX_CLUSTER and vectors > cluster // groups * most_threads:
         cluster *= 2
-    threads = math.ceil(vectors / cluster / WARP) * WARP
-    return Geometry(cluster, min(max(threads, 2 * WARP), MAX_THREADS))
+    threads = math.ceil(vectors / (cluster // groups) / WARP) * WARP
+    return Geometry(cluster, min(max(threads, 2 * WARP), MAX_THREADS), groups)
 
 
-def entries(tp: int, latent: int, hidden: int) -> tuple[Geometry, ...]:
+def _groups(tp: int, most_ranks: int) -> int:
+    """The fewest groups with at most `most_ranks` ranks each: a power of two."""
+    groups = 1
+    while groups * most_ranks < tp:
+        groups *= 2
+    return groups
+
+
+def entries(tp: int, latent: int, hidden: int, op: str = TAIL) -> tuple[Geometry, ...]:
     """The geometries that one cubin is compiled for, for few tokens first.
 
     Args:
       tp, latent, hidden: sizes of the contract; latent or hidden 0 where that half is absent.
+      op: see `KernelVariant`.
     """
+    if op == ALL_GATHER_ADD:
+        # Few tokens: spread the ranks over SMs, then their rows. Many: as few SMs as hold the words
+        # and the residual of 8 ranks a thread in registers.
+        vectors = hidden // tp // VECTOR + 1
+        few = _fit(vectors, 256, _groups(tp, math.ceil(tp / 4)))
+        many = _fit(vectors, MAX_THREADS, _groups(tp, 8))
+        return (few,) if few == many else (few, many)
     # A row and its header. Two vectors a thread are fine for the scatter, which only copies.
     vectors = max(
         latent // VECTOR + 1,

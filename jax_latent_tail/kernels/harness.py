@@ -16,7 +16,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from jax_latent_tail.kernels import abi, geometry, store
-from jax_latent_tail.kernels.variant import ANY_TOP_K, KernelVariant
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, ANY_TOP_K, KernelVariant
 
 DEADLINE_S = 2.0
 # Peers map whole allocations: give each its own pages.
@@ -175,7 +175,8 @@ def new_stream():
 class Call:
     """Arguments of one call of one rank: device addresses, and what is not the rank's own.
 
-    `token_ctas`, `kernel` None: chosen as the product does.
+    `token_ctas`, `kernel` None: chosen as the product does. For `all_gather_add` see
+    `abi.LaunchParams`, and `roles` is SHARED_MASK.
     """
 
     tokens: int
@@ -195,6 +196,26 @@ class Call:
     token_ctas: int | None = None
     kernel: int | None = None
     pdl: bool = False
+
+
+def _call_hash(variant: KernelVariant, arguments: Call) -> int:
+    if variant.op == ALL_GATHER_ADD:
+        return abi.all_gather_add_hash(
+            tp=variant.tp,
+            hidden=variant.hidden,
+            residual=arguments.rows != 0,
+            channel=arguments.channel,
+        )
+    return abi.call_hash(
+        "fused",
+        tp=variant.tp,
+        latent=variant.latent,
+        hidden=variant.hidden,
+        top_k=arguments.top_k if variant.top_k == ANY_TOP_K else variant.top_k,
+        fp32_internal=variant.fp32_internal,
+        eps=arguments.eps,
+        channel=arguments.channel,
+    )
 
 
 class Rank:
@@ -293,19 +314,9 @@ class Rank:
 
     def launch(self, loaded: Loaded, arguments: Call) -> None:
         """Enqueue one call on this rank's stream."""
-        variant = loaded.variant
         call_hash = arguments.call_hash
         if call_hash is None:
-            call_hash = abi.call_hash(
-                "fused",
-                tp=variant.tp,
-                latent=variant.latent,
-                hidden=variant.hidden,
-                top_k=arguments.top_k if variant.top_k == ANY_TOP_K else variant.top_k,
-                fp32_internal=variant.fp32_internal,
-                eps=arguments.eps,
-                channel=arguments.channel,
-            )
+            call_hash = _call_hash(loaded.variant, arguments)
         parameters = abi.LaunchParams(
             control=self.control, max_tokens=self.max_tokens, rank=self.rank, call_hash=call_hash
         )

@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from jax_latent_tail.kernels.abi import SENTINEL
+from jax_latent_tail.kernels.abi import ESCAPED, OTHER_NAN, SENTINEL
 
-_SENTINEL = f"0x{SENTINEL:08x}"
+_SENTINEL, _ESCAPED = f"0x{SENTINEL:08x}", f"0x{ESCAPED:08x}"
 
 
 def _asm(result, operands, text, constraints, loc, ip, volatile=True):
@@ -43,6 +43,17 @@ def load_vector(address: Int64, *, loc=None, ip=None):
     """Four words of an input."""
     text = "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];"
     return _vector([address], text, "=r,=r,=r,=r,l", loc, ip)
+
+
+@dsl_user_op
+def load_vector_if(address: Int64, active: Uint32, *, loc=None, ip=None):
+    """The same; unread, zeros where `active` is zero."""
+    text = (
+        "{.reg .pred p; setp.ne.u32 p, $5, 0;"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.v4.u32 {$0,$1,$2,$3}, [$4];}"
+    )
+    return _vector([address, active], text, "=&r,=&r,=&r,=&r,l,r", loc, ip)
 
 
 @dsl_user_op
@@ -78,6 +89,23 @@ def store_vector(
     """Four words of an output."""
     text = "st.global.v4.u32 [$0], {$1,$2,$3,$4};"
     _asm(None, [address, w0, w1, w2, w3], text, "l,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
+def store_vector_if(
+    address: Int64,
+    active: Uint32,
+    w0: Uint32,
+    w1: Uint32,
+    w2: Uint32,
+    w3: Uint32,
+    *,
+    loc=None,
+    ip=None,
+):
+    """The same; nothing where `active` is zero."""
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.u32 [$0], {$2,$3,$4,$5};}"
+    _asm(None, [address, active, w0, w1, w2, w3], text, "l,r,r,r,r,r", loc, ip)
 
 
 @dsl_user_op
@@ -354,6 +382,24 @@ def is_nan(value: Float32, *, loc=None, ip=None) -> Uint32:
 def without_sentinel(word: Uint32, *, loc=None, ip=None) -> Uint32:
     """The word, or +0, +0 where it equals the sentinel."""
     text = "{.reg .pred p; setp.eq.u32 p, $1, " + _SENTINEL + "; selp.b32 $0, 0, $1, p;}"
+    return Uint32(_pure(T.i32(), [word], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
+def escaped(word: Uint32, *, loc=None, ip=None) -> Uint32:
+    """How a word that is copied travels: never as the sentinel."""
+    text = (
+        f"{{.reg .pred p; .reg .b32 t; setp.eq.u32 p, $1, {_ESCAPED};"
+        f" selp.b32 t, 0x{OTHER_NAN:08x}, $1, p;"
+        f" setp.eq.u32 p, $1, {_SENTINEL}; selp.b32 $0, {_ESCAPED}, t, p;}}"
+    )
+    return Uint32(_pure(T.i32(), [word], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
+def unescaped(word: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The word again."""
+    text = f"{{.reg .pred p; setp.eq.u32 p, $1, {_ESCAPED}; selp.b32 $0, {_SENTINEL}, $1, p;}}"
     return Uint32(_pure(T.i32(), [word], text, "=r,r", loc, ip))
 
 

@@ -40,7 +40,7 @@ CACHE_VARIABLE = "JAX_LATENT_TAIL_CACHE"
 
 COMPILE_TIMEOUT_S = 300.0
 
-_SOURCES = ("abi.py", "collective.py", "geometry.py", "ptx.py", "variant.py")
+_SOURCES = ("abi.py", "collective.py", "geometry.py", "protocol.py", "ptx.py", "variant.py")
 
 
 @dataclasses.dataclass(frozen=True)

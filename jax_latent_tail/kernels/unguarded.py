@@ -1,18 +1,18 @@
-"""The kernel without what guards it, to measure what the guards cost. Never part of a release.
+"""The kernels without what guards them, to measure what the guards cost. Never part of a release.
 
-Same publish, wait, sum and norm; no status, header, deadline, poison or report.
+Same publish, wait and arithmetic; no status, header, deadline, poison or report.
 """
 
 import cutlass.cute as cute
 from cutlass import Int64, Uint32
 
-from jax_latent_tail.kernels import ptx
+from jax_latent_tail.kernels import collective, ptx
 from jax_latent_tail.kernels.abi import Control
-from jax_latent_tail.kernels.collective import Tail
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL
 
 
-class Unguarded(Tail):
-    """See `Tail`; only the steps of failure and disagreement are overridden, by nothing."""
+class _Unguarded:
+    """See `Protocol`; only the steps of failure and disagreement are overridden, by nothing."""
 
     @cute.jit
     def enter(self, call, role, token):
@@ -46,3 +46,14 @@ class Unguarded(Tail):
     @cute.jit
     def leave(self, call, role, failed):
         pass
+
+
+class _Tail(_Unguarded, collective.Tail):
+    pass
+
+
+class _AllGatherAdd(_Unguarded, collective.AllGatherAdd):
+    pass
+
+
+KERNELS = {TAIL: _Tail, ALL_GATHER_ADD: _AllGatherAdd}

@@ -14,6 +14,9 @@ TOP_K_CLASSES = (0, *WIDE_TOP_K, ANY_TOP_K)
 
 UNICAST, MULTICAST = "unicast", "multicast"
 
+# What a kernel does: the tail or one half of it, or `all_gather_add`.
+TAIL, ALL_GATHER_ADD = "tail", "all_gather_add"
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelVariant:
@@ -22,14 +25,15 @@ class KernelVariant:
     Attributes:
       arch: what the compiler calls the target, e.g. "sm_90", "sm_100f".
       tp: ranks in the group, 1..16.
-      latent: L, a multiple of 8; 0 compiles no routed half.
+      latent: L, a multiple of 8; 0 compiles no routed half, and in all_gather_add there is none.
       hidden: H, a multiple of 8 * tp; 0 compiles no shared half.
       top_k: the class of K: 0 for finalized rows, 8, 16, or ANY_TOP_K for a run-time K.
       fp32_internal: see `TailSpec`.
-      publish: how routed rows reach the peers, UNICAST (one store a peer) or MULTICAST (one
+      publish: how rows for all reach the peers, UNICAST (one store a peer) or MULTICAST (one
         multimem.st). The reduce-scatter half sends different data to each peer, always unicast.
       trigger: let a PDL-aware successor start once this call's rows are published. Never for ranks
         that share a GPU: the successor's CTAs hold the SMs that a peer needs.
+      op: TAIL or ALL_GATHER_ADD. In the latter a residual is optional at run time.
     """
 
     arch: str
@@ -40,6 +44,7 @@ class KernelVariant:
     fp32_internal: bool = False
     publish: str = UNICAST
     trigger: bool = False
+    op: str = TAIL
 
     def __post_init__(self) -> None:
         def need(ok: bool, argument: str, allowed: str) -> None:
@@ -63,6 +68,10 @@ class KernelVariant:
         need(self.top_k in TOP_K_CLASSES, "top_k", f"one of the classes {TOP_K_CLASSES}")
         need(self.top_k == 0 or self.latent > 0, "top_k", "0, when latent is 0")
         need(self.publish in (UNICAST, MULTICAST), "publish", f"{UNICAST!r} or {MULTICAST!r}")
+        need(self.op in (TAIL, ALL_GATHER_ADD), "op", f"{TAIL!r} or {ALL_GATHER_ADD!r}")
+        if self.op == ALL_GATHER_ADD:
+            need(self.latent == 0, "latent", "0 in all_gather_add")
+            need(not self.fp32_internal, "fp32_internal", "False in all_gather_add")
 
     @classmethod
     def of(cls, spec: TailSpec, arch: str, publish: str = UNICAST) -> "KernelVariant":
@@ -78,16 +87,24 @@ class KernelVariant:
             publish=publish,
         )
 
+    @classmethod
+    def all_gather_add(
+        cls, arch: str, tp: int, hidden: int, publish: str = UNICAST, trigger: bool = False
+    ) -> "KernelVariant":
+        """The variant for results [M, hidden]."""
+        return cls(arch, tp, 0, hidden, publish=publish, trigger=trigger, op=ALL_GATHER_ADD)
+
     @property
     def shard(self) -> int:
-        """S, columns of the shared output that one rank keeps."""
+        """S, columns of the shared output that one rank keeps; in all_gather_add, that it has."""
         return self.hidden // self.tp
 
     @property
     def key(self) -> str:
         """A name for files and logs, one to one with the variant."""
         k = "any" if self.top_k == ANY_TOP_K else self.top_k
-        parts = [self.arch, f"tp{self.tp}", f"l{self.latent}", f"h{self.hidden}", f"k{k}"]
+        parts = [self.op] if self.op != TAIL else []
+        parts += [self.arch, f"tp{self.tp}", f"l{self.latent}", f"h{self.hidden}", f"k{k}"]
         parts += ["fp32" if self.fp32_internal else "bf16", self.publish]
         return "-".join(parts + ["trigger"] * self.trigger)
 
@@ -95,14 +112,15 @@ class KernelVariant:
     def parse(cls, key: str) -> "KernelVariant":
         """The variant whose `key` this is."""
         match = re.fullmatch(
-            r"(sm_\d+[af]?)-tp(\d+)-l(\d+)-h(\d+)-k(\d+|any)-(fp32|bf16)-(unicast|multicast)(-trigger)?",
+            r"(?:(all_gather_add)-)?(sm_\d+[af]?)-tp(\d+)-l(\d+)-h(\d+)-k(\d+|any)-(fp32|bf16)"
+            r"-(unicast|multicast)(-trigger)?",
             key,
         )
         if not match:
             raise ArgumentValueError(
                 "spec", repr(key), "a key like 'sm_90-tp8-l3584-h7168-k0-bf16-unicast'"
             )
-        arch, tp, latent, hidden, top_k, rounding, publish, trigger = match.groups()
+        op, arch, tp, latent, hidden, top_k, rounding, publish, trigger = match.groups()
         return cls(
             arch=arch,
             tp=int(tp),
@@ -112,6 +130,7 @@ class KernelVariant:
             fp32_internal=rounding == "fp32",
             publish=publish,
             trigger=bool(trigger),
+            op=op or TAIL,
         )
 
 
@@ -127,11 +146,19 @@ def arch_for(major: int, minor: int) -> str:
 
 def default_matrix() -> list[KernelVariant]:
     """What the release carries: Kimi K3's sizes for every supported arch."""
-    return [
+    archs, ranks, publishes = ("sm_90", "sm_100f", "sm_120"), (2, 4, 8, 16), (UNICAST, MULTICAST)
+    tails = [
         KernelVariant(arch, tp, 3584, 7168, top_k, fp32_internal, publish)
-        for arch in ("sm_90", "sm_100f", "sm_120")
-        for tp in (2, 4, 8, 16)
+        for arch in archs
+        for tp in ranks
         for top_k in (0, *WIDE_TOP_K)
         for fp32_internal in (False, True)
-        for publish in (UNICAST, MULTICAST)
+        for publish in publishes
     ]
+    gathers = [
+        KernelVariant.all_gather_add(arch, tp, 7168, publish)
+        for arch in archs
+        for tp in ranks
+        for publish in publishes
+    ]
+    return tails + gathers

@@ -8,6 +8,8 @@ import dataclasses
 
 import numpy as np
 
+from jax_latent_tail.kernels import abi
+
 NAN = np.uint16(0x7FFF)
 
 
@@ -154,3 +156,43 @@ def make(
         latent=all_reduce_norm(contributions, gamma, eps, fp32_internal),
         shard=np.stack([reduce_scatter(shared, rank) for rank in range(tp)]),
     )
+
+
+# ---- all_gather_add
+
+
+def all_gather_add(x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+    """[tp, M, S], [M, H] or None -> [M, H]"""
+    gathered = np.concatenate(list(x), axis=-1)
+    words = gathered.view(np.uint32)  # one pair of NaNs is copied as another
+    gathered = np.where(words == abi.ESCAPED, np.uint32(abi.OTHER_NAN), words).view(np.uint16)
+    if residual is None:
+        return gathered
+    with np.errstate(all="ignore"):
+        return to_bf16(to_float(gathered) + to_float(residual))
+
+
+@dataclasses.dataclass
+class GatherData:
+    """Inputs of all ranks for `tokens` tokens, and what the contract makes of them."""
+
+    x: np.ndarray  # [tp, M, S]
+    residual: np.ndarray  # [M, H]
+    added: np.ndarray  # [M, H]
+    copied: np.ndarray  # [M, H], without the residual
+
+
+def gather_data(x: np.ndarray, residual: np.ndarray) -> GatherData:
+    return GatherData(x, residual, all_gather_add(x, residual), all_gather_add(x, None))
+
+
+def make_gather(seed: int, kind: str, tp: int, tokens: int, hidden: int) -> GatherData:
+    rng = np.random.default_rng(seed)
+    if kind == "patterns":  # every bf16, and the words that the protocol keeps for itself
+        x = rng.integers(0, 1 << 16, (tp, tokens, hidden // tp), dtype=np.uint16)
+        words = x.view(np.uint32)
+        own = np.array([abi.SENTINEL, abi.ESCAPED, abi.OTHER_NAN], np.uint32)
+        words[...] = np.where(rng.random(words.shape) < 0.2, rng.choice(own, words.shape), words)
+        return gather_data(x, draw(rng, (tokens, hidden), "minus zero"))
+    x = draw(rng, (tp, tokens, hidden // tp), kind)
+    return gather_data(x, draw(rng, (tokens, hidden), kind))

@@ -95,6 +95,50 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
     )
 
 
+def run_gather(device, tp, rank, hidden, token_ctas):
+    variant = KernelVariant.all_gather_add(arch_for(*device.capability), tp, hidden)
+    loaded = harness.Loaded(store.find(variant))
+    me = harness.connected(device, loaded, max_tokens=MAX_TOKENS)[rank]
+    data = oracle.make_gather(3, "patterns", tp, MAX_TOKENS, hidden)
+    x, residual = harness.Buffer.of(data.x[rank]), harness.Buffer.of(data.residual)
+    output = harness.Buffer(2 * MAX_TOKENS * hidden)
+    pitch, row_bytes = abi.Slot(tp, 0, hidden).shared_pitch, variant.shard * 2
+    for call_number in range(4):
+        words = slots(me)
+        assert (words.reshape(-1).view(np.uint32) == abi.SENTINEL).all()
+        header = np.array([77, MAX_TOKENS, call_number, 0], np.uint32).view(np.uint8)
+        for token, peer in np.ndindex(MAX_TOKENS, tp):
+            if peer == rank:
+                continue
+            row = data.x[peer, token].view(np.uint32)
+            row = np.where(row == abi.ESCAPED, np.uint32(abi.OTHER_NAN), row)
+            row = np.where(row == abi.SENTINEL, np.uint32(abi.ESCAPED), row).view(np.uint8)
+            slot = words[call_number & 1, token, peer * pitch :]
+            slot[:row_bytes], slot[row_bytes:][:16] = row, header
+        harness.write_workspace(me, words)
+        with_residual = call_number > 1
+        me.launch(
+            loaded,
+            harness.Call(
+                tokens=MAX_TOKENS,
+                shared=x.address,
+                rows=residual.address if with_residual else 0,
+                shard=output.address,
+                roles=abi.SHARED_MASK,
+                token_ctas=token_ctas,
+                kernel=call_number % len(loaded.geometries),
+                call_hash=77,
+            ),
+        )
+        got = output.read(np.uint16, (MAX_TOKENS, hidden))
+        assert me.record.describe() == "", me.record.describe()
+        np.testing.assert_array_equal(got, data.added if with_residual else data.copied)
+    print(
+        f"{variant.key}: rank {rank} of {tp}, {len(loaded.geometries)} geometries: right",
+        flush=True,
+    )
+
+
 if __name__ == "__main__":
     here = harness.Device()
     run(here, 2, 1, 3584, 7168, 0, False, None)
@@ -102,3 +146,6 @@ if __name__ == "__main__":
     run(here, 8, 7, 3584, 7168, 16, False, 1)
     run(here, 8, 3, 3584, 7168, 5, False, None)
     run(here, 3, 1, 8, 24, 0, False, None)
+    run_gather(here, 2, 1, 7168, None)
+    run_gather(here, 8, 5, 7168, 1)
+    run_gather(here, 3, 0, 24, 2)

@@ -4,6 +4,7 @@ Used by ranks as streams (all in one process) and by ranks as processes (one eac
 """
 
 import dataclasses
+import functools
 
 import kernel_oracle as oracle
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from jax_latent_tail.kernels import abi
 
 pytest.importorskip("cuda.bindings.driver", reason="GPU tests need cuda-bindings")
-from jax_latent_tail.kernels import harness
+from jax_latent_tail.kernels import harness, store
+from jax_latent_tail.kernels.variant import KernelVariant, arch_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +26,11 @@ class Step:
     tokens: int
     roles: int
     token_ctas: int | None
+    residual: bool = True  # of an all_gather_add
 
 
 def plan(
-    seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles=None
+    seed: int, calls: int, sets: int, max_tokens: int, waves=(None,), roles=None, residuals=(True,)
 ) -> list[Step]:
     """Calls of 1..max_tokens tokens; small ones as often as large ones."""
     rng = np.random.default_rng(seed)
@@ -37,36 +40,43 @@ def plan(
         first = int(rng.integers(0, max_tokens - tokens + 1))
         role = int(rng.choice(roles or (abi.BOTH_MASK,)))
         ctas = waves[rng.integers(len(waves))]
-        steps.append(Step(int(rng.integers(sets)), first, tokens, role, ctas and min(ctas, tokens)))
+        data, residual = int(rng.integers(sets)), bool(rng.choice(residuals))
+        steps.append(Step(data, first, tokens, role, ctas and min(ctas, tokens), residual))
     return steps
 
 
 class Player:
     """One rank with the inputs of its data sets on the device and a ring of outputs."""
 
+    whole = abi.BOTH_MASK  # the roles of a call that does everything
+
     def __init__(self, rank: harness.Rank, loaded: harness.Loaded, sets, ring: int, top_k: int = 0):
         self.rank, self.loaded, self.sets, self.top_k = rank, loaded, sets, top_k
-        me = rank.rank
         self.inputs = [
-            {
-                "gamma": harness.Buffer.of(data.gamma),
-                "rows": harness.Buffer.of(data.rows[me]),
-                "shared": harness.Buffer.of(data.shared[me]),
-                "weights": harness.Buffer.of(data.weights[me]) if top_k else None,
-                "indices": harness.Buffer.of(data.indices[me]) if top_k else None,
-            }
+            {name: harness.Buffer.of(array) for name, array in self.arrays(data).items()}
             for data in sets
         ]
-        variant = loaded.variant
-        self.widths = (variant.latent, variant.shard)
+        self.widths = self.output_widths()
         self.outputs = [
             tuple(harness.Buffer(2 * rank.max_tokens * width) for width in self.widths)
             for _ in range(ring)
         ]
 
+    def arrays(self, data) -> dict[str, np.ndarray]:
+        """This rank's inputs, by their names in a call."""
+        me = self.rank.rank
+        arrays = {"gamma": data.gamma, "rows": data.rows[me], "shared": data.shared[me]}
+        if self.top_k:
+            arrays |= {"weights": data.weights[me], "indices": data.indices[me]}
+        return arrays
+
+    def output_widths(self) -> tuple[int, int]:
+        """Columns of what the routed role writes and of what the shared role writes."""
+        return self.loaded.variant.latent, self.loaded.variant.shard
+
     def call(self, step: Step, output: int) -> harness.Call:
         data, variant = self.inputs[step.data], self.loaded.variant
-        address = {name: buffer.address for name, buffer in data.items() if buffer}
+        address = {name: buffer.address for name, buffer in data.items()}
         if self.top_k:
             address["weights"] += 2 * step.first * self.top_k
             address["indices"] += 4 * step.first * self.top_k
@@ -94,10 +104,8 @@ class Player:
 
     def replace(self, data: int, other: int) -> None:
         """Put the inputs of set `other` where calls of set `data` look for theirs."""
-        source, me = self.sets[other], self.rank.rank
-        for name in ("gamma", "rows", "shared"):
-            array = getattr(source, name)
-            self.inputs[data][name].write(array if name == "gamma" else array[me])
+        for name, array in self.arrays(self.sets[other]).items():
+            self.inputs[data][name].write(array)
 
     def poison(self) -> None:
         """Fill the outputs with a NaN that no kernel writes."""
@@ -133,9 +141,51 @@ class Player:
         return latent
 
 
+class GatherPlayer(Player):
+    """The same for all_gather_add."""
+
+    whole = abi.SHARED_MASK
+
+    def arrays(self, data) -> dict[str, np.ndarray]:
+        return {"shared": data.x[self.rank.rank], "rows": data.residual}
+
+    def output_widths(self) -> tuple[int, int]:
+        return 0, self.loaded.variant.hidden
+
+    def call(self, step: Step, output: int) -> harness.Call:
+        data, variant = self.inputs[step.data], self.loaded.variant
+        residual = data["rows"].address + 2 * step.first * variant.hidden
+        return harness.Call(
+            tokens=step.tokens,
+            shared=data["shared"].address + 2 * step.first * variant.shard,
+            rows=residual if step.residual else 0,
+            shard=self.outputs[output][abi.SHARED].address,
+            roles=abi.SHARED_MASK,
+            token_ctas=step.token_ctas and min(step.token_ctas, self.resident(step)),
+        )
+
+    def check(self, step: Step, output: int, inputs: int | None = None) -> np.ndarray:
+        data = self.sets[step.data if inputs is None else inputs]
+        want = data.added if step.residual else data.copied
+        _, got = self.results(step, output)
+        np.testing.assert_array_equal(got, want[step.first : step.first + step.tokens])
+        return got
+
+
+@functools.cache
+def gather(
+    device: harness.Device, tp: int, hidden: int = 7168, trigger: bool = False
+) -> harness.Loaded:
+    """The kernel of an all_gather_add, loaded once."""
+    arch = arch_for(*device.capability)
+    return harness.Loaded(
+        store.find(KernelVariant.all_gather_add(arch, tp, hidden, trigger=trigger))
+    )
+
+
 def idle(rank: harness.Rank) -> None:
-    """With nothing in flight the workspace holds nothing but the sentinel, own routed slots too
-    (they are never written), and nothing has failed."""
+    """With nothing in flight the workspace holds nothing but the sentinel, own slots of rows for
+    all too (they are never written), and nothing has failed."""
     assert rank.record.describe() == ""
     words = rank.read_workspace()
     assert (words == abi.SENTINEL).all(), f"{(words != abi.SENTINEL).sum()} words are not re-armed"

@@ -9,19 +9,26 @@ import pytest
 
 from jax_latent_tail.kernels import abi, harness
 
-ROLES = pytest.mark.parametrize(
-    "roles", [abi.ROUTED_MASK, abi.SHARED_MASK], ids=["routed", "shared"]
+TAIL, GATHER = traffic.Player, traffic.GatherPlayer
+# Who plays, and the roles of its calls.
+HALVES = pytest.mark.parametrize(
+    ("op", "roles"),
+    [(TAIL, abi.ROUTED_MASK), (TAIL, abi.SHARED_MASK), (GATHER, abi.SHARED_MASK)],
+    ids=["routed", "shared", "all_gather_add"],
 )
+OPS = pytest.mark.parametrize("op", [TAIL, GATHER], ids=["tail", "all_gather_add"])
 DEADLINE_S = 0.05
 
 
 @pytest.fixture
 def make_group(device, load):
-    def make(tp, deadline_s=DEADLINE_S):
-        loaded = load(tp)
-        data = [oracle.make(1, "normal", tp, 8, 3584, 7168)]
+    def make(tp, op=TAIL, deadline_s=DEADLINE_S):
+        if op is GATHER:
+            loaded, data = traffic.gather(device, tp), oracle.make_gather(1, "normal", tp, 8, 7168)
+        else:
+            loaded, data = load(tp), oracle.make(1, "normal", tp, 8, 3584, 7168)
         ranks = harness.connected(device, loaded, max_tokens=8, deadline_s=deadline_s)
-        return [traffic.Player(rank, loaded, data, 4) for rank in ranks]
+        return [op(rank, loaded, [data], 4) for rank in ranks]
 
     return make
 
@@ -45,7 +52,7 @@ def works_after_reset(group):
     for player in group:
         player.rank.clear()
     for tokens in (1, 8, 3):
-        step = traffic.Step(0, 0, tokens, abi.BOTH_MASK, None)
+        step = traffic.Step(0, 0, tokens, group[0].whole, None)
         for player in group:
             player.poison()
             player.launch(step, 0)
@@ -55,9 +62,9 @@ def works_after_reset(group):
         traffic.idle(player.rank)
 
 
-@ROLES
-def test_a_missing_rank_is_named(make_group, roles):
-    group = make_group(4)
+@HALVES
+def test_a_missing_rank_is_named(make_group, op, roles):
+    group = make_group(4, op)
     step = traffic.Step(0, 0, 3, roles, None)
     started = time.monotonic()
     for player in group:
@@ -100,10 +107,11 @@ def test_a_missing_rank_is_named(make_group, roles):
     works_after_reset(group)
 
 
-def test_failure_is_sticky(make_group):
+@OPS
+def test_failure_is_sticky(make_group, op):
     """Ninety queued layers do not wait out ninety deadlines, nor take a late peer's words."""
-    group = make_group(2)
-    step = traffic.Step(0, 0, 2, abi.BOTH_MASK, None)
+    group = make_group(2, op)
+    step = traffic.Step(0, 0, 2, op.whole, None)
     started = time.monotonic()
     for layer in range(90):
         launch(group[0], step, layer % 4)
@@ -131,16 +139,17 @@ def test_record_is_readable_while_a_kernel_runs(make_group):
     works_after_reset(group)
 
 
-@ROLES
+@HALVES
 @pytest.mark.parametrize("what", ["tokens", "call hash", "generation"])
-def test_disagreement_is_caught(make_group, roles, what):
-    group = make_group(2, deadline_s=2.0)
+def test_disagreement_is_caught(make_group, op, roles, what):
+    group = make_group(2, op, deadline_s=2.0)
     steps = [traffic.Step(0, 0, 3, roles, None)] * 2
     changes = [{}, {}]
     if what == "tokens":
         steps = [steps[0], traffic.Step(0, 0, 2, roles, None)]
     elif what == "call hash":
-        changes = [{"eps": 1e-6}, {"eps": 1e-5}]
+        # Another eps; a residual on one rank only.
+        changes = [{}, {"rows": 0} if op is GATHER else {"eps": 1e-5}]
     else:
         generations = np.full((1, 2, 8), 2, np.uint32)  # the same buffer, two calls on
         harness.write_generations(group[1].rank, generations)
@@ -165,9 +174,10 @@ def test_disagreement_is_caught(make_group, roles, what):
     works_after_reset(group)
 
 
-def test_closed_touches_nothing(make_group):
-    group = make_group(2)
-    step = traffic.Step(0, 0, 2, abi.BOTH_MASK, None)
+@OPS
+def test_closed_touches_nothing(make_group, op):
+    group = make_group(2, op)
+    step = traffic.Step(0, 0, 2, op.whole, None)
     for player in group:
         player.rank.write_control("closed", 1)
         player.rank.write_control("workspace", 0xDEAD0000)
@@ -184,10 +194,11 @@ def test_closed_touches_nothing(make_group):
     works_after_reset(group)
 
 
-def test_broken_by_the_host(make_group):
+@OPS
+def test_broken_by_the_host(make_group, op):
     """What a host marks broken behaves like a rank that a peer told."""
-    group = make_group(2)
-    step = traffic.Step(0, 0, 2, abi.BOTH_MASK, None)
+    group = make_group(2, op)
+    step = traffic.Step(0, 0, 2, op.whole, None)
     group[0].rank.write_control("broken", abi.TOLD | 1 << 8)
     launch(group[0], step)
     group[0].rank.synchronize()
@@ -216,12 +227,29 @@ def test_nan_in_the_rows_is_not_a_failure(make_group):
         traffic.idle(player.rank)
 
 
-def test_a_late_rank_within_the_deadline_is_waited_for(make_group):
-    group = make_group(2, deadline_s=2.0)
-    step = traffic.Step(0, 0, 2, abi.BOTH_MASK, None)
+@OPS
+def test_a_late_rank_within_the_deadline_is_waited_for(make_group, op):
+    group = make_group(2, op, deadline_s=2.0)
+    step = traffic.Step(0, 0, 2, op.whole, None)
     group[0].launch(step, 0)
     time.sleep(0.3)
     group[1].launch(step, 0)
     for player in group:
         player.check(step, 0)
         traffic.idle(player.rank)
+
+
+def test_a_gather_without_one_rank_s_columns_is_nan_everywhere(make_group):
+    """The columns of the ranks that came are stored before the verdict: none of them may stay."""
+    group = make_group(8, GATHER)
+    step = traffic.Step(0, 0, 5, abi.SHARED_MASK, 2)
+    for player in group:
+        player.poison()
+        if player.rank.rank != 5:
+            player.launch(step, 0)
+    for player in group:
+        player.rank.synchronize()
+        if player.rank.rank != 5:
+            assert all_nan(player, step)
+            assert (player.rank.read_generations() == 0).all()
+    works_after_reset(group)

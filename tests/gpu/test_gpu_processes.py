@@ -26,15 +26,20 @@ def worker(peers, top_k, fp32_internal, calls):
         oracle.make(seed, kind, tp, MAX_TOKENS, 3584, 7168, top_k, fp32_internal)
         for seed, kind in enumerate(KINDS)
     ]
+    steps = traffic.plan(tp, calls, len(sets), MAX_TOKENS, (None, 1, 8, 32))
+    return play(peers, device, loaded, traffic.Player, sets, steps, top_k)
+
+
+def play(peers, device, loaded, player_class, sets, steps, *options):
+    """Make the calls in batches, checking each; returns a hash of what all ranks must agree on."""
     rank = harness.Rank(device, loaded, peers.rank, max_tokens=MAX_TOKENS, deadline_s=20.0)
     harness.map_peers(rank, peers.exchange(harness.share(rank)))
     peers.meet()  # all buffers are armed before anyone may call
-    player = traffic.Player(rank, loaded, sets, BATCH, top_k)
+    player = player_class(rank, loaded, sets, BATCH, *options)
     digest = hashlib.sha256()
     rng = np.random.default_rng(peers.rank)
-    steps = traffic.plan(tp, calls, len(sets), MAX_TOKENS, (None, 1, 8, 32))
     peers.meet()
-    for start in range(0, calls, BATCH):
+    for start in range(0, len(steps), BATCH):
         batch = steps[start : start + BATCH]
         player.poison()
         for output, step in enumerate(batch):
@@ -52,6 +57,22 @@ def worker(peers, top_k, fp32_internal, calls):
     return digest.hexdigest()
 
 
+def gather_worker(peers, calls):
+    """The same for all_gather_add."""
+    device = harness.Device()
+    loaded = traffic.gather(device, peers.count)
+    kinds = (*KINDS, "patterns")
+    sets = [
+        oracle.make_gather(seed, kind, peers.count, MAX_TOKENS, 7168)
+        for seed, kind in enumerate(kinds)
+    ]
+    steps = traffic.plan(
+        peers.count, calls, len(kinds), MAX_TOKENS, (None, 1, 8, 32), (abi.SHARED_MASK,),
+        (True, False),
+    )  # fmt: skip
+    return play(peers, device, loaded, traffic.GatherPlayer, sets, steps)
+
+
 @pytest.fixture(scope="module")
 def daemon():
     with processes.mps() as environment:
@@ -65,6 +86,12 @@ def daemon():
 def test_random_calls(daemon, tp, top_k, fp32_internal, calls):
     hashes = processes.run(tp, worker, top_k, fp32_internal, calls, environment=daemon)
     assert len(set(hashes)) == 1, "ranks differ in their latent output"
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_random_gathers(daemon, tp):
+    hashes = processes.run(tp, gather_worker, 1000, environment=daemon)
+    assert len(set(hashes)) == 1, "ranks differ in their output"
 
 
 def dying(peers):

@@ -1,4 +1,5 @@
-"""Ranks as streams of one process: values, waves, delays, finalize, single roles, graphs, PDL."""
+"""Ranks as streams of one process: values, waves, delays, finalize, single roles, graphs, PDL, and
+the same of all_gather_add."""
 
 import time
 
@@ -270,12 +271,183 @@ def test_geometries_agree_with_themselves(device, load):
 def test_occupancy_holds_all_ranks(device, load):
     """What `token_ctas` admits for ranks that share this GPU fits at once."""
     for tp in (2, 4, 8):
-        loaded = load(tp)
-        for index in range(len(loaded.geometries)):
-            fits = loaded.active_clusters(index)
-            ctas = geometry.token_ctas(
-                10**6, roles=2, active_clusters=fits, sm_count=device.sm_count,
-                ranks_on_device=tp, reserved_sms=0,
-            )  # fmt: skip
-            assert ctas >= 1
-            assert 2 * tp * ctas <= fits
+        for loaded, roles in ((load(tp), 2), (traffic.gather(device, tp), 1)):
+            for index in range(len(loaded.geometries)):
+                fits = loaded.active_clusters(index)
+                ctas = geometry.token_ctas(
+                    10**6, roles=roles, active_clusters=fits, sm_count=device.sm_count,
+                    ranks_on_device=tp, reserved_sms=0,
+                )  # fmt: skip
+                assert ctas >= 1
+                assert roles * tp * ctas <= fits
+
+
+# ---- all_gather_add
+
+GATHER_KINDS = (*oracle.CLASSES, "patterns")
+
+
+def gather_players(device, loaded, kinds=GATHER_KINDS, ring=BATCH, max_tokens=MAX_TOKENS):
+    variant = loaded.variant
+    sets = [
+        oracle.make_gather(seed, kind, variant.tp, max_tokens, variant.hidden)
+        for seed, kind in enumerate(kinds)
+    ]
+    ranks = harness.connected(device, loaded, max_tokens=max_tokens)
+    return [traffic.GatherPlayer(rank, loaded, sets, ring) for rank in ranks]
+
+
+def gather_step(tokens, data=0, first=0, token_ctas=None, residual=True):
+    return traffic.Step(data, first, tokens, abi.SHARED_MASK, token_ctas, residual)
+
+
+def gather_plan(seed, calls, sets, max_tokens, waves=(None,)):
+    return traffic.plan(seed, calls, sets, max_tokens, waves, (abi.SHARED_MASK,), (True, False))
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_random_gathers(device, tp):
+    group = gather_players(device, traffic.gather(device, tp))
+    play(group, gather_plan(tp, 1000, len(GATHER_KINDS), MAX_TOKENS, (None, 1, 8, 32)))
+
+
+@pytest.mark.parametrize(
+    ("tp", "hidden", "max_tokens"),
+    [(1, 7168, 128), (3, 24, 128), (5, 40, 128), (6, 5040, 128), (2, 65536, 40)],
+)
+def test_gathers_of_other_sizes(device, tp, hidden, max_tokens):
+    loaded = traffic.gather(device, tp, hidden)
+    group = gather_players(device, loaded, ("spread", "patterns"), max_tokens=max_tokens)
+    play(group, gather_plan(3, 96, 2, max_tokens, (None, 2)))
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["add", "copy"])
+def test_gather_keeps_every_sign(device, residual):
+    """Zeros of both signs in every pair of columns, in the own columns and in those of peers: all
+    ranks as the plain sum has them, although one pair is the word that must not travel."""
+    loaded = traffic.gather(device, 4)
+    zeros = np.array([0, 0x8000], np.uint16)
+    pairs = np.stack(np.meshgrid(zeros, zeros, zeros, zeros), -1).reshape(16, 4)
+    x = np.broadcast_to(np.tile(pairs[:, :2].ravel(), 56), (4, 2, 1792)).copy()
+    addends = np.tile(np.tile(pairs[:, 2:].ravel(), 56), (2, 4))
+    data = oracle.gather_data(x, addends)
+    assert ((data.added == 0x8000) == ((data.copied == 0x8000) & (addends == 0x8000))).all()
+    ranks = harness.connected(device, loaded, max_tokens=2)
+    group = [traffic.GatherPlayer(rank, loaded, [data], BATCH) for rank in ranks]
+    play(group, [gather_step(2, residual=residual)] * 8)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_late_rank_before_every_other_gather(device, tp):
+    group = gather_players(device, traffic.gather(device, tp), ("normal", "spread"), ring=1)
+    for turn, step in enumerate(gather_plan(11, 300, 2, 16)):
+        late = turn % tp
+        for player in group:
+            if player.rank.rank != late:
+                player.launch(step, 0)
+        if turn % 2:
+            time.sleep(0.001)
+        group[late].launch(step, 0)
+        if turn % 10 == 9:
+            for player in group:
+                player.check(step, 0)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_gather_graph_replay_with_new_inputs(device, tp):
+    group = gather_players(device, traffic.gather(device, tp), ("normal", "spread", "patterns"))
+    steps = [
+        gather_step(tokens, token_ctas=ctas, residual=residual)
+        for tokens, ctas, residual in [
+            (1, None, True),
+            (32, 5, False),
+            (2, None, True),
+            (17, 1, True),
+            (8, None, False),
+            (33, None, True),
+            (128, 3, True),
+        ]
+    ]
+
+    def enqueue(player):
+        for output, step in enumerate(steps):
+            player.launch(step, output)
+
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    for turn in range(143):  # 1001 calls
+        looked_at = turn % 20 == 0 or turn > 137
+        if looked_at:
+            for player in group:
+                player.poison()
+                player.replace(0, turn % 3)
+        for graph in graphs:
+            graph.launch()
+        for player in group if looked_at else ():
+            for output, step in enumerate(steps):
+                player.check(step, output, turn % 3)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize("trigger", [False, True])
+def test_gathers_back_to_back_with_pdl(device, trigger):
+    """Launched with the PDL attribute, each call's residual the last one's output: a call that
+    read it before `griddepcontrol.wait` would see it unfinished."""
+    loaded = traffic.gather(device, 2, trigger=trigger)
+    group = gather_players(device, loaded, ("normal",), ring=2)
+    step, data = gather_step(1), group[0].sets[0]
+
+    def enqueue(player):
+        for turn in range(100):
+            arguments = player.call(step, turn % 2)
+            if turn:
+                arguments.rows = player.outputs[(turn + 1) % 2][abi.SHARED].address
+            arguments.pdl = True
+            player.rank.launch(loaded, arguments)
+
+    want = data.residual[:1]
+    for _ in range(100):
+        want = oracle.all_gather_add(data.x[:, :1], want)
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    for _ in range(100):
+        for player in group:
+            player.poison()
+        for graph in graphs:
+            graph.launch()
+        for player in group:
+            np.testing.assert_array_equal(player.results(step, 1)[1], want)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_gather_with_peers_played_by_the_host(device):
+    """Words and headers are expected exactly where `abi.Slot` says, buffer by buffer."""
+    import kernel_sanitize
+
+    kernel_sanitize.run_gather(device, 2, 1, 7168, None)
+    kernel_sanitize.run_gather(device, 8, 5, 7168, 1)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_gather_geometries_agree(device, tp):
+    loaded = traffic.gather(device, tp)
+    group = gather_players(device, loaded, ("patterns",))
+    for kernel in range(len(loaded.geometries)):
+        fits = group[0].rank.token_ctas(loaded, MAX_TOKENS, 1, kernel)
+        for ctas in (1, 8, 15):
+            for _ in range(10):
+                for player in group:
+                    player.poison()
+                steps = [gather_step(m, residual=m != 65) for m in (33, 65, 128)]
+                for output, step in enumerate(steps):
+                    for player in group:
+                        arguments = player.call(step, output)
+                        arguments.kernel, arguments.token_ctas = kernel, min(ctas, fits)
+                        player.rank.launch(loaded, arguments)
+                for output, step in enumerate(steps):
+                    for player in group:
+                        player.check(step, output)
+    for player in group:
+        traffic.idle(player.rank)

@@ -1,4 +1,4 @@
-"""The variants that the kernel tests compile: a dozen that cover every choice, and the matrix."""
+"""The variants that the kernel tests compile: a few that cover every choice, and the matrix."""
 
 from jax_latent_tail.kernels.variant import (
     ANY_TOP_K,
@@ -22,6 +22,14 @@ CHOSEN = [
     KernelVariant("sm_90", 4, 0, 7168),
     KernelVariant("sm_100f", 8, *K3, 8, publish=MULTICAST),
     KernelVariant("sm_120", 4, *K3),
+    KernelVariant.all_gather_add("sm_90", 2, 7168),
+    KernelVariant.all_gather_add("sm_90", 8, 7168),
+    KernelVariant.all_gather_add("sm_90", 8, 7168, MULTICAST),
+    KernelVariant.all_gather_add("sm_90", 16, 7168, trigger=True),
+    KernelVariant.all_gather_add("sm_90", 6, 5040),
+    KernelVariant.all_gather_add("sm_90", 2, 65536, MULTICAST),  # several vectors a thread
+    KernelVariant.all_gather_add("sm_100f", 4, 7168, MULTICAST),
+    KernelVariant.all_gather_add("sm_120", 16, 7168),
 ]
 
 MATRIX = default_matrix()

@@ -24,7 +24,11 @@ at once or never: that covers every delay of every peer, so safety does not rest
 
 Values are symbols, (source, call, token, dest, vector, word), and a sum is the tuple of its terms
 in rank order: a lost, doubled, stale or torn word shows as a wrong tuple, and two ranks that both
-write the expected tuple are bit-identical.
+write the expected tuple are bit-identical. A gathered row is its words, not sums of them.
+
+An output is modelled as the last store to it: the kernel of the gather stores a row before the
+cluster's verdict, and NaN over it after, which nobody can tell apart, since outputs are read when
+the kernel has ended.
 
 Not modelled: arithmetic, time (except in `patient_run`), the number of SMs and which CTAs are
 resident, the address aliases of multicast, 31-bit collisions and wrap-around, dying processes,
@@ -50,6 +54,7 @@ from typing import NamedTuple
 
 SENTINEL = "sentinel"  # the armed word, 0x80000000; also what a (-0, -0) pair looks like
 ZERO = "zero"
+ESCAPED = "escaped"  # the pair of NaNs as which a copied (+0, -0) travels
 DEADLINE, TOLD, MISMATCH = "deadline", "told", "mismatch"  # why a thread gives up a token
 RESET = "reset"  # the collective reset, an item of a rank's program
 BUFFERS = 2
@@ -96,7 +101,9 @@ class Faults:
 class Call(NamedTuple):
     m: int
     op: str = "op"  # what the header's hash covers: op, dims, rounding, options
-    roles: tuple = ("routed",)  # "routed": the same row to all; "shared": a slice for each
+    # "routed": the same row to all, summed; "shared": a slice for each, summed; "gather": the same
+    # row to all, copied, ranks and vectors divided among the threads
+    roles: tuple = ("routed",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +157,35 @@ class Case:
 
     def sums(self, rank, identity, role, token, t):
         """What thread t must hold of the summed row: per word, the terms in rank order."""
+        if role == "gather":
+            return tuple(
+                word
+                for source, v in self.pairs(range(self.vectors), t)
+                for word in self.payload(source, identity, role, token, rank, v)
+            )
         words = []
         for v in range(t, self.vectors, self.threads):
             terms = [self.payload(r, identity, role, token, rank, v) for r in self.ranks]
             words += zip(*(map(clean, term) for term in terms), strict=True)
         return tuple(words)
 
+    def pairs(self, vectors, t):
+        """The (rank, vector) that thread t of a gather deals with, in publishing and in taking."""
+        return [(r, v) for v in vectors for r in self.ranks][t :: self.threads]
+
 
 def clean(word):
     """The publisher's integer compare: the one word that equals the sentinel becomes +0."""
     return ZERO if word == SENTINEL else word
+
+
+def escape(word):
+    """The same where words are copied, and must not lose a sign."""
+    return ESCAPED if word == SENTINEL else word
+
+
+def unescape(word):
+    return SENTINEL if word == ESCAPED else word
 
 
 # ---- operations: what a thread yields, one shared word at a time
@@ -199,9 +225,15 @@ def tail_thread(case, faults, rank, item, role, cluster, t):
     if role == "routed":  # the own row stays in registers
         sources = [r for r in case.ranks if r != rank]
         published = [(dest, v) for dest in sources for v in mine]
-    else:  # the slices are scattered over all threads, the own one too
+        taken = [(v, sources) for v in mine]
+    elif role == "shared":  # the slices are scattered over all threads, the own one too
         sources = list(case.ranks)
         published = [(dest, v) for dest in sources for v in vectors][t :: case.threads]
+        taken = [(v, sources) for v in mine]
+    else:  # the own columns stay in registers
+        published = [(r, v) for r, v in case.pairs(vectors, t) if r != rank]
+        taken = [(v, [r] if r != rank else []) for r, v in case.pairs(vectors, t)]
+    encode = escape if role == "gather" else clean
 
     # -- nothing of a call comes before the wait (the faults read a word too early)
     early = {}
@@ -230,13 +262,13 @@ def tail_thread(case, faults, rank, item, role, cluster, t):
         if not broken:
             for dest, v in published:
                 for i, word in enumerate(header_words if v == header else row(dest, v)):
-                    word = word if faults.sentinel_in_payload else clean(word)
+                    word = word if faults.sentinel_in_payload else encode(word)
                     yield Store(slot(dest, buffer, role, token, rank, v, i), word)
 
         # -- take: poll every word of a vector, from every source, then re-arm them
         cause, sums = TOLD if broken else None, ()
-        for v in mine:
-            own = header_words if v == header else map(clean, row(rank, v))
+        for v, sources in taken:
+            own = header_words if v == header else map(encode, row(rank, v))
             got = {(rank, i): word for i, word in enumerate(own)}
             slots = [slot(rank, buffer, role, token, s, v, i)
                      for s in sources for i in range(case.width)]  # fmt: skip
@@ -254,7 +286,9 @@ def tail_thread(case, faults, rank, item, role, cluster, t):
                 cause = MISMATCH
             if faults.aborted_rearms if cause else not faults.no_rearm:
                 yield from rearm(slots)
-            if cause is None and v != header:
+            if cause is None and v != header and role == "gather":
+                sums += tuple(unescape(got[(sources or [rank])[0], i]) for i in range(case.width))
+            elif cause is None and v != header:
                 sums += tuple(tuple(got[r, i] for r in case.ranks) for i in range(case.width))
 
         # -- a failure is everybody's, and stays

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jax_latent_tail.errors import ArgumentValueError
 from jax_latent_tail.kernels import abi
 from jax_latent_tail.kernels.variant import (
+    ALL_GATHER_ADD,
     ANY_TOP_K,
+    MULTICAST,
     KernelVariant,
     arch_for,
     default_matrix,
@@ -75,6 +77,21 @@ def test_the_hash_tells_calls_apart(changed):
     assert abi.call_hash(**CALL) != abi.call_hash(**{**CALL, changed: OTHER[changed]})
 
 
+def test_the_hash_of_all_gather_add():
+    call = {"tp": 8, "hidden": 7168, "residual": True, "channel": 0, "name": ""}
+    other = {"tp": 4, "hidden": 7232, "residual": False, "channel": 1, "name": "layer"}
+    hashes = [abi.all_gather_add_hash(**{**call, name: other[name]}) for name in other]
+    assert len({abi.all_gather_add_hash(**call), *hashes}) == 1 + len(other)
+    assert max(hashes) < abi.SENTINEL
+
+
+def test_what_travels_for_the_sentinel():
+    """Two NaN pairs that are neither each other nor one another's stand-in."""
+    assert len({abi.SENTINEL, abi.ESCAPED, abi.OTHER_NAN}) == 3
+    for word in (abi.ESCAPED, abi.OTHER_NAN):
+        assert all(half & 0x7FFF > 0x7F80 for half in (word & 0xFFFF, word >> 16))
+
+
 @given(st.floats(0, 1), st.text(max_size=20))
 def test_no_header_word_is_the_sentinel(eps, name):
     assert 0 <= abi.call_hash(**{**CALL, "eps": eps, "name": name}) < abi.SENTINEL
@@ -95,14 +112,29 @@ def test_records_read_as_sentences():
     assert abi.Record().describe() == ""
 
 
-@pytest.mark.parametrize("variant", default_matrix()[:8], ids=lambda variant: variant.key)
+@pytest.mark.parametrize(
+    "variant",
+    [*default_matrix()[:8], *default_matrix()[-4:]],
+    ids=lambda variant: variant.key,
+)
 def test_keys_are_one_to_one(variant):
     assert KernelVariant.parse(variant.key) == variant
 
 
+def test_known_keys():
+    """Names of files and cache entries."""
+    tail = KernelVariant("sm_90", 8, 3584, 7168)
+    assert tail.key == "sm_90-tp8-l3584-h7168-k0-bf16-unicast"
+    gather = KernelVariant.all_gather_add("sm_100f", 8, 7168, MULTICAST)
+    assert gather.key == "all_gather_add-sm_100f-tp8-l0-h7168-k0-bf16-multicast"
+    half = KernelVariant("sm_100f", 8, 0, 7168, publish=MULTICAST)
+    assert gather.key != half.key
+
+
 def test_the_default_matrix():
     matrix = default_matrix()
-    assert len(matrix) == len({variant.key for variant in matrix}) == 144
+    assert len(matrix) == len({variant.key for variant in matrix}) == 144 + 24
+    assert sum(variant.op == ALL_GATHER_ADD for variant in matrix) == 24
 
 
 @pytest.mark.parametrize(
@@ -110,6 +142,8 @@ def test_the_default_matrix():
     [
         {"arch": "sm_80"}, {"arch": "hopper"}, {"tp": 0}, {"tp": 17}, {"latent": 12},
         {"hidden": 24}, {"latent": 0, "hidden": 0}, {"top_k": 5}, {"publish": "broadcast"},
+        {"op": "gather"}, {"op": ALL_GATHER_ADD},
+        {"op": ALL_GATHER_ADD, "latent": 0, "fp32_internal": True},
     ],
     ids=str,
 )  # fmt: skip

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from jax_latent_tail.kernels import geometry
 from jax_latent_tail.kernels.geometry import Geometry
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD
 
 TP = st.integers(1, 16)
 
@@ -34,9 +35,28 @@ def test_entries(size):
     assert shapes[0].cluster >= shapes[-1].cluster
 
 
+@given(TP, st.integers(1, 4096))
+def test_entries_of_all_gather_add(tp, vectors):
+    shapes = geometry.entries(tp, 0, 8 * tp * vectors, ALL_GATHER_ADD)
+    assert 1 <= len(shapes) <= 2
+    assert len(set(shapes)) == len(shapes)
+    for shape in shapes:
+        ranks = -(-tp // shape.groups)  # of a group
+        assert ranks <= 8
+        assert ranks * (shape.groups - 1) <= 15, "no group begins beyond the table of peers"
+        assert ranks * shape.groups <= 16
+        most = geometry.MAX_CLUSTER // shape.groups * geometry.MAX_THREADS
+        assert shape.lanes >= min(vectors + 1, most)
+    assert shapes[0].groups >= shapes[-1].groups
+
+
 def test_known():
     assert geometry.entries(8, 3584, 7168) == (Geometry(4, 128), Geometry(1, 480))
     assert geometry.entries(2, 8, 0) == (Geometry(1, 64),)
+    few, many = geometry.entries(8, 0, 7168, ALL_GATHER_ADD)
+    assert (few, many) == (Geometry(4, 128, 4), Geometry(1, 128))
+    few, many = geometry.entries(2, 0, 7168, ALL_GATHER_ADD)
+    assert (few, many) == (Geometry(4, 256, 2), Geometry(1, 480))
 
 
 @given(st.integers(1, 1000))

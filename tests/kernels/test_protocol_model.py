@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protocol_model import DEADLINE, RESET, Call, Case, Faults, Machine, Violation, explore
 
 BOTH = ("routed", "shared")
+GATHER = ("gather",)
 ANY_TIME = {"deadlines": (0,)}  # in epoch 0, which ends at the first reset
 
 
@@ -153,6 +154,13 @@ def test_equal_calls_are_summed(token_ctas):
         same(2, 1, 2, token_ctas=1, roles=("shared",)),
         same(1, 1, ranks=3),
         same(1, 1, 1, minus_zero=True, roles=BOTH),
+        same(1, 1, 1, 1, roles=GATHER),
+        same(2, 1, 2, token_ctas=1, roles=GATHER),
+        same(1, 1, threads=3, roles=GATHER),  # in each cluster a thread without a rank to wait for
+        same(1, 1, threads=2, vectors=2, roles=GATHER),
+        same(1, 1, 1, width=2, roles=GATHER),
+        same(1, 1, ranks=3, roles=GATHER),
+        same(1, 1, 1, minus_zero=True, roles=GATHER),
     ],
     ids=lambda case: None,
 )
@@ -181,6 +189,36 @@ def test_deadlines_within_a_cluster():
     explore(same(1, threads=2, vectors=2, **ANY_TIME))
     explore(same(1, width=2, **ANY_TIME))
     explore(same(1, 1, roles=("shared",), **ANY_TIME))
+
+
+def test_a_gather_fails_like_the_tail():
+    """Its threads wait for different ranks: what one of them misses makes NaN of the whole row."""
+    explore(same(1, 1, 1, roles=GATHER, **ANY_TIME))
+    explore(same(1, threads=2, roles=GATHER, **ANY_TIME))
+    explore(same(1, RESET, 1, 2, token_ctas=1, roles=GATHER, **ANY_TIME))
+    one, other = Call(1, "f", GATHER), Call(1, "g", GATHER)
+    explore(unequal((one, one), (other, one), threads=2))
+    explore(unequal((Call(2, roles=GATHER),), (Call(1, roles=GATHER),), **ANY_TIME))
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "seen"),
+    [
+        ("sentinel_in_payload", same(1, minus_zero=True, roles=GATHER), STUCK),
+        ("no_barrier", same(1, 1, threads=2, roles=GATHER), STUCK),
+        ("no_rearm", same(1, 1, 1, roles=GATHER, **ANY_TIME), WRONG),
+        ("one_buffer", same(1, 1, 1, roles=GATHER, **ANY_TIME), WRONG),
+        (
+            "output_before_verdict",
+            unequal((Call(1, "f", GATHER),), (Call(1, "g", GATHER),), threads=2),
+            UNEQUAL,
+        ),
+    ],
+)
+def test_a_gather_needs_the_rules_too(fault, case, seen):
+    explore(case)
+    with pytest.raises(Violation, match=f"^{seen}"):
+        explore(case, Faults(**{fault: True}))
 
 
 @pytest.mark.parametrize("before", [(1,), (1, 1), (2,)])
@@ -291,7 +329,7 @@ def test_reductions_hide_nothing_small():
 @st.composite
 def cases(draw):
     ranks = draw(st.integers(2, 3))
-    roles = draw(st.sampled_from([("routed",), ("shared",), BOTH]))
+    roles = draw(st.sampled_from([("routed",), ("shared",), BOTH, GATHER]))
     epoch = st.lists(st.builds(Call, st.integers(1, 5), roles=st.just(roles)), max_size=4)
     first, second = draw(epoch), draw(st.just([]) | epoch.map(lambda calls: [RESET, *calls]))
     programs = [(*first, *second)] * ranks
