@@ -15,7 +15,7 @@ PROGRAM = """
     assert not xla_bridge.backends_are_initialized()
     heavy = {"cutlass", "cuda", "cuda.bindings", "tqdm", "platformdirs"}
     heavy |= {f"jax_latent_tail.{name}" for name in ("bench", "launch")}
-    kernels = ("collective", "export", "harness", "ptx")
+    kernels = ("collective", "export", "harness", "protocol", "ptx")
     heavy |= {f"jax_latent_tail.kernels.{name}" for name in kernels}
     assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """

@@ -77,12 +77,13 @@ def unsupported(spec: TailSpec) -> str | None:
 
 def call_hash(spec: TailSpec) -> int:
     """What the headers of calls of this description carry."""
-    if spec.latent_dim is None:
-        op = "reduce_scatter"
-    else:
-        op = "all_reduce_rms_norm" if spec.hidden_dim is None else "fused"
+    if spec.gathers:
+        assert spec.hidden_dim is not None
+        return abi.all_gather_add_hash(
+            tp=spec.tp, hidden=spec.hidden_dim, residual=spec.has_residual
+        )
     return abi.call_hash(
-        op,
+        spec.op,
         tp=spec.tp,
         latent=spec.latent_dim or 0,
         hidden=spec.hidden_dim or 0,
@@ -496,8 +497,16 @@ class CudaCommunicator:
             resident = []
             for entry in cubin.kernels:
                 function = driver.call("cuModuleGetFunction", module, entry.symbol.encode())
+                attribute = driver.CUfunction_attribute
+                # An SM keeps its split of cache and shared memory while anything runs on it. With
+                # the largest share, kernels that other ranks need fit beside CTAs that wait.
+                driver.call(
+                    "cuFuncSetAttribute",
+                    function,
+                    attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                    100,
+                )
                 if entry.smem_bytes > _DEFAULT_SMEM_BYTES:
-                    attribute = driver.CUfunction_attribute
                     driver.call(
                         "cuFuncSetAttribute",
                         function,
@@ -527,6 +536,8 @@ class CudaCommunicator:
                 sm_count=sm_count,
                 ranks_on_device=sharing,
                 reserved_sms=geometry.RESERVED_SMS if sharing == 1 else 0,
+                cluster=geometries[index].cluster,
+                untouched_sms=geometry.UNTOUCHED_SMS if sharing > 1 else 0,
             )
             plans.append((index, ctas))
         return kernels, plans
@@ -569,10 +580,13 @@ class CudaCommunicator:
         self._close_handles()
         self._unload()
         for member, home in self._homes.items():
-            if member in self._new_homes:
-                home.page.free()
-            else:
+            if member not in self._new_homes:
                 quietly("a control block", self._mark_closed, home)
+        if self._homes:
+            for device in self._devices.values():
+                quietly("memory that is being written", device.synchronize)
+        for member in self._new_homes & set(self._homes):
+            self._homes[member].page.free()
         self._release_multicast()
         if self._region:
             try:

@@ -28,6 +28,10 @@ WIDE_FROM_TOKENS = 32
 # SMs left free for kernels that XLA may run beside ours on another stream (NCCL takes up to 32).
 RESERVED_SMS = 32
 
+# SMs that ranks which share a GPU leave to the one they wait for: its other kernels may need an SM
+# that holds nothing else (a GEMM's shared memory), and all SMs may hold a CTA that waits.
+UNTOUCHED_SMS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -122,6 +126,8 @@ def token_ctas(
     channels: int = 1,
     ranks_on_device: int = 1,
     reserved_sms: int = RESERVED_SMS,
+    cluster: int = 1,
+    untouched_sms: int = 0,
 ) -> int:
     """gridDim.x of a call: clusters per role, such that all that wait for each other are resident.
 
@@ -134,9 +140,16 @@ def token_ctas(
       channels: calls that may run at the same time on this device.
       ranks_on_device: ranks that share the device (tests); 1 in production.
       reserved_sms: SMs to leave to other kernels.
+      cluster: CTAs per cluster of this geometry.
+      untouched_sms: SMs on which no CTA runs while all ranks of the device but one wait, each with
+        a CTA on an SM of its own.
 
     Returns:
       A number in 1..tokens. Tokens beyond it are served in further waves.
     """
     usable = active_clusters * max(sm_count - reserved_sms, 1) // sm_count
-    return max(1, min(tokens, usable // (roles * channels * ranks_on_device)))
+    resident = usable // (roles * channels * ranks_on_device)
+    if untouched_sms and ranks_on_device > 1:
+        waiting = (ranks_on_device - 1) * roles * channels * cluster
+        resident = min(resident, (sm_count - untouched_sms) // waiting)
+    return max(1, min(tokens, resident))

@@ -85,6 +85,7 @@ class KernelVariant:
             top_k=top_k if top_k in TOP_K_CLASSES else ANY_TOP_K,
             fp32_internal=spec.fp32_internal,
             publish=publish,
+            op=ALL_GATHER_ADD if spec.gathers else TAIL,
         )
 
     @classmethod

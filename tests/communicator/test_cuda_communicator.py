@@ -119,7 +119,8 @@ def test_only_the_processes_of_a_group_map_its_memory(sockets):
 
 
 def test_processes_that_share_a_gpu_plan_for_it(sockets):
-    alone, together = World([1, 1]), World([1, 1], shared_device=True)
+    # Few SMs, so that what fits bounds the plans.
+    alone, together = World([1, 1], sms=60), World([1, 1], shared_device=True, sms=60)
     call = spec(2, max_tokens=128)
     plans = []
     for world in (alone, together):
@@ -139,10 +140,12 @@ def test_processes_that_share_a_gpu_plan_for_it(sockets):
             assert ctas == geometry.token_ctas(
                 tokens,
                 roles=2,
-                active_clusters=132 * (1024 // threads) // cluster,
-                sm_count=132,
+                active_clusters=60 * (1024 // threads) // cluster,
+                sm_count=60,
                 ranks_on_device=sharing,
                 reserved_sms=reserved,
+                cluster=cluster,
+                untouched_sms=geometry.UNTOUCHED_SMS if sharing > 1 else 0,
             )
 
 

@@ -98,7 +98,8 @@ def run(device, tp, rank, latent, hidden, top_k, fp32_internal, token_ctas):
 def run_gather(device, tp, rank, hidden, token_ctas):
     variant = KernelVariant.all_gather_add(arch_for(*device.capability), tp, hidden)
     loaded = harness.Loaded(store.find(variant))
-    me = harness.connected(device, loaded, max_tokens=MAX_TOKENS)[rank]
+    ranks = harness.connected(device, loaded, max_tokens=MAX_TOKENS)  # whose memory it stores to
+    me = ranks[rank]
     data = oracle.make_gather(3, "patterns", tp, MAX_TOKENS, hidden)
     x, residual = harness.Buffer.of(data.x[rank]), harness.Buffer.of(data.residual)
     output = harness.Buffer(2 * MAX_TOKENS * hidden)

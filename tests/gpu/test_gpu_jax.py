@@ -10,8 +10,8 @@ from jax_latent_tail.kernels import processes
 RANKS = str(pathlib.Path(__file__).with_name("jax_ranks.py"))
 
 EVERYTHING = (
-    "prepared", "values", "finalize", "scan_92_layers", "captured", "transformations",
-    "ten_thousand_calls", "a_late_rank", "closed",
+    "prepared", "values", "finalize", "scan_92_layers", "gather", "whole_tail", "captured",
+    "transformations", "ten_thousand_calls", "a_late_rank", "closed",
 )  # fmt: skip
 
 

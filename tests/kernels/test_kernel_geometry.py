@@ -75,8 +75,10 @@ def test_choose_depends_on_tokens_alone(tokens):
     channels=st.integers(1, 4),
     ranks=st.integers(1, 16),
     reserved=st.integers(0, 64),
+    cluster=st.sampled_from([1, 2, 4, 8]),
+    untouched=st.integers(0, 32),
 )
-def test_token_ctas(tokens, roles, active, sms, channels, ranks, reserved):
+def test_token_ctas(tokens, roles, active, sms, channels, ranks, reserved, cluster, untouched):
     ctas = geometry.token_ctas(
         tokens,
         roles=roles,
@@ -85,8 +87,12 @@ def test_token_ctas(tokens, roles, active, sms, channels, ranks, reserved):
         channels=channels,
         ranks_on_device=ranks,
         reserved_sms=reserved,
+        cluster=cluster,
+        untouched_sms=untouched,
     )
     assert 1 <= ctas <= tokens
     resident = ctas * roles * channels * ranks
     left = active * max(sms - reserved, 1) / sms
     assert ctas == 1 or resident <= left
+    touched = ctas * roles * channels * cluster * (ranks - 1)
+    assert ctas == 1 or untouched == 0 or ranks == 1 or touched <= sms - untouched
