@@ -54,7 +54,10 @@ class Allocation:
             size,
             handle_types,
         )
-        self.data = bytearray(size)
+        # What its last user left there: nobody clears it.
+        self.data = machine.used.pop((device, size), None) or bytearray(os.urandom(64)) * (
+            size // 64
+        )
         self.references = 0
         self.opened = 0  # by how many other processes, over IPC
         self.fd = os.memfd_create("fake_cuda", os.MFD_CLOEXEC)
@@ -71,6 +74,7 @@ class Allocation:
         assert self.references >= 0
         if self.references == 0:
             self.device.free += self.size
+            self.machine.used[self.device, self.size] = self.data
             os.close(self.fd)
             self.fd = None
 
@@ -124,6 +128,7 @@ class Machine:
         self.by_inode = {}
         self.by_identity = same_fabric_as.by_identity if same_fabric_as else {}
         self.numbers = same_fabric_as.numbers if same_fabric_as else itertools.count(1)
+        self.used = {}
         self.misuses = []
         self.processes = []
 
@@ -180,6 +185,7 @@ class FakeDriver:
         self.modules = {}
         self.functions = {}
         self.peer_access = set()
+        self.pending = collections.defaultdict(list)  # writes by ordinal that may not be done yet
         self.initialised = False
         self._local = threading.local()
         # Address spaces that do not overlap: an address of another process is then found out.
@@ -355,7 +361,12 @@ class FakeDriver:
         return self.stack.pop()
 
     def _cuCtxSynchronize(self):
-        self.current()
+        self._finish(self.current())
+
+    def _finish(self, ordinal):
+        writes = self.pending.pop(ordinal, [])
+        for address, data in writes:
+            self.write(address, data, ordinal)
 
     def _cuCtxEnablePeerAccess(self, context, flags):
         pair = (self.current(), context.ordinal)
@@ -533,13 +544,20 @@ class FakeDriver:
         return real.CUdeviceptr(address)
 
     def _cuMemsetD32(self, address, word, count):
-        self.write(_number(address), word.to_bytes(4, "little") * count, self.current())
+        data = word.to_bytes(4, "little") * count
+        self._enqueue(_number(address), data)
+
+    def _enqueue(self, address, data):
+        """A write that is done when the context is synchronised, at the latest."""
+        self._resolve(address, len(data), self.current())
+        self.pending[self.current()].append((address, data))
 
     def _cuMemcpyHtoD(self, address, source, size):
         data = ctypes.string_at(source, size) if isinstance(source, int) else source[:size]
-        self.write(_number(address), data, self.current())
+        self._enqueue(_number(address), data)
 
     def _cuMemcpyDtoH(self, destination, address, size):
+        self._finish(self.current())
         ctypes.memmove(destination, self.read(_number(address), size, self.current()), size)
 
     # Modules.

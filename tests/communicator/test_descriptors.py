@@ -108,6 +108,16 @@ def test_a_stranger_is_not_listened_to(what, unchanged, pipes):
     exchange.close()
 
 
+def test_who_hands_over_twice_is_heard_once(unchanged, pipes):
+    exchange = Exchange({1: 1, 2: 1})
+    for sender, mark in ((1, b"f"), (1, b"s"), (2, b"o")):
+        send(sender, exchange.address, pipes(1, mark))
+    received = exchange.receive(5)
+    assert contents(received) == {1: [b"f\0"], 2: [b"o\0"]}
+    close(received)
+    exchange.close()
+
+
 def test_one_that_connects_and_stays_silent_stops_nobody(unchanged, pipes):
     exchange = Exchange({1: 1})
     silent = socket.socket(socket.AF_UNIX)

@@ -273,6 +273,38 @@ def test_meetings_for_different_things_do_not_mix():
         assert all(r == [bytes([index, 0]), bytes([index, 1])] for r in results.values())
 
 
+def test_a_long_session_keeps_few_keys():
+    group = Group([0, 1, 2])
+    most = []
+
+    def work(rendezvous):
+        for step in range(30):
+            rendezvous.exchange(f"step {step}", b"")
+            most.append(len(group.service.values))
+
+    group.run(work)
+    # Of each process: its nonce, and the keys of two steps.
+    assert max(most) <= 9
+
+
+def test_the_nonce_goes_last():
+    """Its absence tells the others that nothing more will come."""
+    group = Group([0, 1], timeout_s=0.3)
+    deleted = []
+    real = group.service.key_value_delete
+    group.service.key_value_delete = lambda key: (deleted.append(key), real(key))
+
+    def work(rendezvous):
+        rendezvous.exchange("step", b"")
+        raise KeyboardInterrupt
+
+    group.run(work)
+    for process in "01":
+        own = [key for key in deleted if key.endswith(f"/{process}")]
+        assert len(own) > 1
+        assert [("/nonce/" in key) for key in own] == [False] * (len(own) - 1) + [True]
+
+
 def test_sessions_in_a_row():
     group = Group([0, 1, 2])
     for _ in range(20):
