@@ -174,11 +174,14 @@ def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
     Bounded by `timeout_s` in all, apart from a moment for each communicator.
     """
     global _watcher
-    with _lock:
+    deadline = time.monotonic() + timeout_s
+    if not _lock.acquire(timeout=timeout_s):
+        _log.warning("another thread still waits for other processes: nothing is closed")
+        return
+    try:
         if _watcher:
             _watcher.stop()
             _watcher = None
-        deadline = time.monotonic() + timeout_s
         while _live:
             _, communicator = _live.popitem()
             try:
@@ -186,6 +189,8 @@ def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
             except Exception:  # the others are to be closed all the same, here and by the peers
                 _log.exception("cannot close %s", communicator.summary)
         _decisions.clear()
+    finally:
+        _lock.release()
 
 
 def _start_watching() -> None:

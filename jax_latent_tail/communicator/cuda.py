@@ -151,8 +151,6 @@ class _Home:
 
 # By what they serve: (driver, table, spec, kind of memory, device id).
 _homes: dict[tuple[Any, DeviceTable, TailSpec, Kind, int], _Home] = {}
-# Control blocks and pages of lost contexts: nothing of them may be freed.
-_lost: list[_Home] = []
 
 
 class CudaCommunicator:
@@ -636,9 +634,8 @@ class CudaCommunicator:
     def _give_up(self) -> None:
         """Keeps what a lost or busy context has, for ever."""
         assert self._region
-        for member, home in self._homes.items():
+        for member in self._homes:
             _homes.pop(self._home_key(self._region.kind, member), None)
-            _lost.append(home)
         _abandoned.append(self)
 
 

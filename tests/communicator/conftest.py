@@ -32,4 +32,4 @@ def _stand_ins(monkeypatch):
 
     monkeypatch.setattr(store, "find", lambda variant: world.World.cubin_stand_in(None, variant))
     monkeypatch.setattr(cuda, "_homes", {})
-    monkeypatch.setattr(cuda, "_lost", [])
+    monkeypatch.setattr(cuda, "_abandoned", [])

@@ -457,6 +457,12 @@ def test_a_kernel_that_never_ends_keeps_its_memory(sockets, caplog):
     assert "kernels were still running" in caplog.text
     for process in world.processes:
         process.bindings.busy.set()
+    # Nor does the next communicator take it.
+    old = {a["control"] for p in world.processes for a in p.library.registrations}
+    made = world.establish(row(2), spec(2))
+    world.check_wired(made, row(2), spec(2))
+    assert not old & {a["control"] for p in world.processes for a in p.library.ranks.values()}
+    world.close(made)
 
 
 def test_a_lost_context_frees_nothing_and_says_so(sockets, caplog):

@@ -193,6 +193,16 @@ def test_closing_at_exit_is_bounded(world):
     world.processes[0].bindings.busy.set()
 
 
+def test_closing_does_not_wait_for_a_thread_that_waits_for_processes(world, caplog):
+    decide(world)
+    with communicator._lock:
+        start = time.monotonic()
+        communicator.close_all(timeout_s=0.3)
+        assert time.monotonic() - start < 2
+    assert "another thread still waits" in caplog.text
+    assert len(communicator.decisions()) == 1
+
+
 def test_a_close_that_raises_does_not_keep_the_others_open(world, monkeypatch, caplog):
     decide(world)
     decide(world, call=spec(4, max_tokens=3))

@@ -174,7 +174,8 @@ class World:
                 results[position] = work(process)
             except BaseException as error:
                 results[position] = error
-            assert process.bindings.stack == []
+            if process.bindings.stack:
+                process.machine.misuses.append(f"process {process.index} left a context current")
 
         threads = [
             threading.Thread(target=run, args=item, daemon=True) for item in enumerate(processes)
