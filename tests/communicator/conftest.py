@@ -19,11 +19,11 @@ def _limit():
 
 
 @pytest.fixture
-def sockets(tmp_path, monkeypatch):
+def sockets(monkeypatch):
     """The folder in which sockets are made."""
-    folder = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", folder)
-    return folder
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # tmp_path is too long for a socket
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def test_a_decision_is_made_once_and_logged_once(world, caplog):
     assert "vmm memory" in first.reason
     assert world.processes[0].bindings.calls == calls
     (line,) = [r.getMessage() for r in caplog.records if "decided in" in r.getMessage()]
-    for part in ("[[0, 1, 2, 3]]", "latent_dim=256", "cuda", "vmm memory", " s"):
+    for part in ("[[0, 1, 2, 3]]", str(spec(4)), "cuda", "vmm memory", " s"):
         assert part in line
 
 
