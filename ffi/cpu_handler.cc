@@ -191,8 +191,8 @@ extern "C" const XLA_FFI_TypeInfo* latent_tail_cpu_state_info() {
   return &info;
 }
 
-// The program that this thread compiles next is another one than before.
-extern "C" void latent_tail_cpu_end_series() { CallSite::EndSeries(); }
+// A module with this digest is being lowered: what is compiled next is not what was compiled last.
+extern "C" void latent_tail_cpu_end_series(int64_t module) { CallSite::EndSeries(module); }
 
 // Bytes of the shared segment that the processes need, 0 if none; -1 for a foreign struct.
 extern "C" int64_t latent_tail_cpu_segment_bytes(const latent_tail_cpu_communicator* declared) {

@@ -2,11 +2,23 @@
 
 #include <atomic>
 #include <cstring>
+#include <unordered_map>
 
 namespace latent_tail::cpu {
 namespace {
 
 std::atomic<uint64_t> num_sites{0};
+
+// How often each module was lowered. Never destroyed: threads may compile until the process ends.
+struct Lowerings {
+  std::mutex mutex;
+  std::unordered_map<int64_t, uint64_t> counts;
+
+  static Lowerings& Get() {
+    static Lowerings* lowerings = new Lowerings;
+    return *lowerings;
+  }
+};
 
 // The series of the executable that this thread is compiling, as far as one can tell.
 std::shared_ptr<Series>& OpenSeries() {
@@ -52,9 +64,15 @@ CallSite::CallSite(int64_t module, const Attributes& attributes)
     : number_(num_sites.fetch_add(1)), visits_(attributes.devices.size()) {
   std::shared_ptr<Series>& open = OpenSeries();
   uint64_t content = Content(attributes);
-  index_ = open && open->module() == module ? open->Add(content) : -1;
+  uint64_t lowering;
+  {
+    Lowerings& lowerings = Lowerings::Get();
+    std::lock_guard<std::mutex> lock(lowerings.mutex);
+    lowering = lowerings.counts[module];
+  }
+  index_ = open && open->IsOf(module, lowering) ? open->Add(content) : -1;
   if (index_ < 0) {  // another module, or the last executable of this one runs already
-    open = std::make_shared<Series>(module);
+    open = std::make_shared<Series>(module, lowering);
     index_ = open->Add(content);
   }
   series_ = open;
@@ -72,6 +90,10 @@ CallKey CallSite::Visit(int64_t position, int64_t run, bool across_processes) {
   return key;
 }
 
-void CallSite::EndSeries() { OpenSeries().reset(); }
+void CallSite::EndSeries(int64_t module) {
+  Lowerings& lowerings = Lowerings::Get();
+  std::lock_guard<std::mutex> lock(lowerings.mutex);
+  ++lowerings.counts[module];
+}
 
 }  // namespace latent_tail::cpu

@@ -25,9 +25,13 @@ namespace latent_tail::cpu {
 // The calls of one executable, while and after they are made.
 class Series {
  public:
-  explicit Series(int64_t module) : module_(module), hash_(static_cast<uint64_t>(module)) {}
+  // `lowering` counts the times that the module, or one that looks the same, was lowered.
+  Series(int64_t module, uint64_t lowering)
+      : module_(module), lowering_(lowering), hash_(static_cast<uint64_t>(module)) {}
 
-  int64_t module() const { return module_; }
+  bool IsOf(int64_t module, uint64_t lowering) const {
+    return module == module_ && lowering == lowering_;
+  }
   // Adds a call of this content; returns its position, or -1 once the series has been named.
   int64_t Add(uint64_t content);
   // Its name; nothing can be added afterwards.
@@ -35,6 +39,7 @@ class Series {
 
  private:
   const int64_t module_;
+  const uint64_t lowering_;
   std::mutex mutex_;
   uint64_t hash_;
   int64_t size_ = 0;
@@ -54,8 +59,9 @@ class CallSite {
   // where all ranks are in it: they cannot be mistaken.
   CallKey Visit(int64_t position, int64_t run, bool across_processes);
 
-  // The next call that this thread makes belongs to another executable.
-  static void EndSeries();
+  // `module` is being lowered: calls of that name made from now on are another executable's. To be
+  // called on any thread, for XLA may compile on one of its own.
+  static void EndSeries(int64_t module);
 
  private:
   struct Visits {

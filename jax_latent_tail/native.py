@@ -136,7 +136,7 @@ def _dims(spec: TailSpec) -> dict[str, int]:
     }
 
 
-def module_attribute(module: Any) -> dict[str, object]:
+def module_attribute(module: Any) -> dict[str, int]:
     """What tells the calls of the module being lowered from those of another, for CPUs.
 
     Equal in all processes that lower the same program, and from run to run.
@@ -168,6 +168,7 @@ class Library:
         self.handle.latent_tail_cuda_add_rank.restype = ctypes.c_void_p
         self.handle.latent_tail_cuda_add_rank.argtypes = [ctypes.POINTER(_CudaRank)]
         self.handle.latent_tail_cuda_close_rank.argtypes = [ctypes.c_void_p]
+        self.handle.latent_tail_cpu_end_series.argtypes = [ctypes.c_int64]
         self.handle.latent_tail_cpu_segment_bytes.restype = ctypes.c_int64
         self.handle.latent_tail_cpu_segment_bytes.argtypes = [ctypes.POINTER(_CpuCommunicator)]
         self.handle.latent_tail_cpu_open.restype = ctypes.c_void_p
@@ -212,7 +213,7 @@ class Library:
         Raises:
           UnavailableError: JAX refuses the library.
         """
-        capsules = {}
+        capsules: Any = {}
         for name in ("type_id", "type_info"):
             getter = getattr(self.handle, f"latent_tail_cpu_state_{name.removeprefix('type_')}")
             getter.restype = ctypes.c_void_p
@@ -298,9 +299,13 @@ class Library:
         """Refuses later calls on the rank."""
         self.handle.latent_tail_cuda_close_rank(handle)
 
-    def end_cpu_series(self) -> None:
-        """Says that this thread lowers: what it compiles next is not what it compiled last."""
-        self.handle.latent_tail_cpu_end_series()
+    def end_cpu_series(self, module: int) -> None:
+        """Says that a module is lowered: what is compiled next is not what was compiled last.
+
+        Args:
+          module: as `module_attribute` has it.
+        """
+        self.handle.latent_tail_cpu_end_series(module)
 
     def cpu_segment_bytes(
         self, table: Sequence[Sequence[int]], spec: TailSpec, processes: Sequence[int]

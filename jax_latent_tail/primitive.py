@@ -321,8 +321,9 @@ def _lower(
     assert chosen.table is not None
     attributes = native.attributes(chosen.table, spec)
     if chosen.implementation == "cpu":
-        attributes |= native.module_attribute(module.module)
-        native.load("cpu").end_cpu_series()
+        names = native.module_attribute(module.module)
+        native.load("cpu").end_cpu_series(**names)
+        attributes |= names
     call = jax.ffi.ffi_lowering(native.TARGETS[chosen.implementation])
     return call(ctx, *operands, **attributes)
 

@@ -43,9 +43,7 @@ class SharedFile:
             os.posix_fallocate(file.fd, 0, size)
         except OSError as error:
             file.close()
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno)}: {size} bytes in {FOLDER}"
-            ) from error
+            raise OSError(f"cannot reserve {size} bytes in {FOLDER}: {error}") from error
         return file
 
     @classmethod
