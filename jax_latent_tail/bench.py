@@ -1,11 +1,15 @@
 """`python -m jax_latent_tail bench`: the tail inside a jitted scan, beside XLA's own pipeline.
 
+`unfused` is psum, RMSNorm and psum_scatter; `xla` the plain implementation of the tail, and the
+third column the native one of the platform.
+
 Every layer's input is the layer before's output, so that XLA can neither hoist nor merge calls.
 Implementations take turns and each keeps its best round: ratios of one run are comparable, and
 absolute times only on an otherwise idle machine.
 """
 
 import argparse
+import functools
 import platform
 import sys
 import time
@@ -23,6 +27,7 @@ from jax_latent_tail import launch, primitive, reference
 from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, Operands, TailSpec
 
 _AXIS = ("tp",)
+_PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu"}
 
 Scan = Callable[..., tuple[jax.Array, ...]]
 
@@ -35,6 +40,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--top-k", type=int, default=None, metavar="K", help="finalize expert rows")
     parser.add_argument("--layers", type=int, default=16, help="length of the scan")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, default=2, help="devices of each process")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600, help="seconds, with --processes")
@@ -48,9 +54,11 @@ def _run(arguments: argparse.Namespace) -> None:
             arguments.processes,
             devices_per_process=arguments.devices,
             timeout_s=arguments.timeout,
+            env={"JAX_PLATFORMS": _PLATFORMS[arguments.platform]},
             stream_first=True,
         )
         return
+    jax.config.update("jax_platforms", _PLATFORMS[arguments.platform])
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     launch.initialize()
     tp = arguments.devices * arguments.processes
@@ -62,8 +70,10 @@ def _run(arguments: argparse.Namespace) -> None:
         f"{arguments.processes} processes x {arguments.devices} devices, "
         f"L {arguments.latent_dim}, H {arguments.hidden_dim}, K {arguments.top_k}; us per call"
     )
-    implementations = {"unfused": reference.unfused, "xla": primitive.latent_tail}
-    report("| M | " + " | ".join(implementations) + " | ratio |")
+    implementations: dict[str, reference.Implementation] = {"unfused": reference.unfused}
+    for name in ("xla", arguments.platform):
+        implementations[name] = functools.partial(primitive.latent_tail, implementation=name)
+    report(f"| M | {' | '.join(implementations)} | unfused / {arguments.platform} |")
     report("|---|" + "---|" * (len(implementations) + 1))
     for num_tokens in arguments.tokens:
         spec = TailSpec(
@@ -73,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> None:
             top_k=arguments.top_k,
             eps=1e-6,
             fp32_internal=False,
-            max_tokens=DEFAULT_MAX_TOKENS,
+            max_tokens=max(DEFAULT_MAX_TOKENS, num_tokens),
         )
         operands = _random_operands(mesh, spec, num_tokens)
         scans = {
@@ -83,7 +93,8 @@ def _run(arguments: argparse.Namespace) -> None:
         best = _interleaved(scans, operands, arguments.rounds)
         times = {name: seconds / arguments.layers * 1e6 for name, seconds in best.items()}
         row = " | ".join(f"{microseconds:.1f}" for microseconds in times.values())
-        report(f"| {num_tokens} | {row} | {times['xla'] / times['unfused']:.2f} |")
+        ratio = times["unfused"] / times[arguments.platform]
+        report(f"| {num_tokens} | {row} | {ratio:.2f} |")
 
 
 def _random_operands(mesh: Mesh, spec: TailSpec, num_tokens: int) -> Operands:

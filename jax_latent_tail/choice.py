@@ -56,8 +56,8 @@ class Choice:
     table: DeviceTable | None
 
     def __str__(self) -> str:
-        tokens = f"{self.tokens} tokens" if self.tokens is not None else "prepared"
-        return f"{self.implementation} on {self.platform}, {tokens}, {self.spec}: {self.reason}"
+        tokens = "prepared" if self.tokens is None else f"{self.tokens} tokens"
+        return f"{self.implementation} for {self.spec}, {tokens}: {self.reason}"
 
 
 _lock = threading.Lock()

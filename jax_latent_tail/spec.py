@@ -71,6 +71,14 @@ class TailSpec:
                 f"a multiple of the {self.tp} ranks it is scattered over",
             )
 
+    def __str__(self) -> str:
+        sizes = {"latent_dim": self.latent_dim, "hidden_dim": self.hidden_dim, "top_k": self.top_k}
+        said = [f"{name} {size}" for name, size in sizes.items() if size is not None]
+        if self.latent_dim is not None:
+            said += [f"eps {self.eps:g}"] + ["fp32_internal"] * self.fp32_internal
+        said += ["residual"] * self.has_residual
+        return f"{self.op} on {self.tp} ranks ({', '.join(said)}, max_tokens {self.max_tokens})"
+
     @property
     def op(self) -> str:
         """The public function that makes this call."""

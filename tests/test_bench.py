@@ -18,5 +18,5 @@ def test_prints_a_table(options):
         timeout=180,
     )
     assert result.returncode == 0, result.stderr
-    rows = re.findall(r"^\| (\d+) \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", result.stdout, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) (?:\| [\d.]+ ){4}\|$", result.stdout, re.MULTILINE)
     assert rows == ["1", "9"]

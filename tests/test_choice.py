@@ -70,7 +70,7 @@ def test_each_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "jax_latent_tail"):
         for _ in range(3):
             lower(program(eps=5e-6))
-    lines = [record.getMessage() for record in caplog.records if "5e-06" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "eps 5e-06" in record.getMessage()]
     assert len(lines) == 1
     assert lines[0] in latent_tail.explain()
 

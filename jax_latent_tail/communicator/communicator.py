@@ -100,14 +100,8 @@ def decide(
             start = time.monotonic()
             decision = _decide(key, devices, obstacle)
             _decisions[key] = decision
-            _log.info(
-                "devices %s, %s: %s (%s), decided in %.2f s",
-                [list(ids) for ids in table],
-                spec,
-                decision.implementation,
-                decision.reason,
-                time.monotonic() - start,
-            )
+            seconds = time.monotonic() - start
+            _log.debug("decided for %s on devices %s in %.3f s", spec, table, seconds)
         return decision
 
 

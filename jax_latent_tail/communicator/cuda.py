@@ -135,17 +135,27 @@ class _RecordPage:
             self._driver.call("cuMemHostUnregister", self.address)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    """A cubin in a device's context: its kernels, and how many clusters of each are resident."""
+
+    kernels: tuple[CudaKernel, ...]
+    resident: tuple[int, ...]
+
+
 @dataclasses.dataclass
 class _Home:
     """What one rank keeps for the life of the process, from its first communicator on.
 
-    Captured graphs hold the address of the control block, so it is never freed, and used again by
-    the next communicator of the same devices and description. The device's context is held by it.
+    Captured graphs hold the address of the control block and the kernels, so they are never freed,
+    and used again by the next communicator of the same devices and description. The device's
+    context is held by it.
     """
 
     device: Device
     control: Block
     page: _RecordPage
+    loaded: dict[str, _Loaded] = dataclasses.field(default_factory=dict)  # by SHA-256 of the cubin
     in_use: bool = True
 
 
@@ -247,7 +257,7 @@ class CudaCommunicator:
         for home in self._homes.values():
             record = home.page.record
             if record.code:
-                return record.describe()
+                return f"{self.spec}: {record.describe()}"
         return None
 
     def close(self, timeout_s: float) -> None:
@@ -280,7 +290,6 @@ class CudaCommunicator:
             _log.warning("%s: a peer may still use the workspace, it is not freed", self.summary)
         else:
             self._region.release_workspaces()
-        self._unload()
         for member, home in self._homes.items():
             home.in_use = False
             if member not in self._new_homes:
@@ -357,7 +366,7 @@ class CudaCommunicator:
             )
             for member in self._local
         }
-        plans: dict[Member, tuple[list[CudaKernel], list[tuple[int, int]]]] = {}
+        plans: dict[Member, tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]] = {}
 
         def load() -> None:
             for member in self._local:
@@ -479,48 +488,17 @@ class CudaCommunicator:
 
     def _load(
         self, member: Member, cubin: store.Cubin, sharing: int
-    ) -> tuple[list[CudaKernel], list[tuple[int, int]]]:
+    ) -> tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]:
         """The kernels in a member's context, and how to launch each number of tokens.
 
         Args:
           sharing: members of the table on the same device.
         """
-        driver = self._driver
         assert member.ordinal is not None
-        device = self._devices[member.ordinal]
-        kernels = []
-        with device.current():
-            module = driver.call("cuModuleLoadData", cubin.data)
-            self._modules.append((device, module))
-            resident = []
-            for entry in cubin.kernels:
-                function = driver.call("cuModuleGetFunction", module, entry.symbol.encode())
-                attribute = driver.CUfunction_attribute
-                # An SM keeps its split of cache and shared memory while anything runs on it. With
-                # the largest share, kernels that other ranks need fit beside CTAs that wait.
-                driver.call(
-                    "cuFuncSetAttribute",
-                    function,
-                    attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-                    100,
-                )
-                if entry.smem_bytes > _DEFAULT_SMEM_BYTES:
-                    driver.call(
-                        "cuFuncSetAttribute",
-                        function,
-                        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                        entry.smem_bytes,
-                    )
-                resident.append(
-                    int(
-                        driver.call(
-                            "cuOccupancyMaxActiveClusters", function, _launch(driver, entry)
-                        )
-                    )
-                )
-                kernels.append(
-                    CudaKernel(int(function), entry.cluster, entry.threads, entry.smem_bytes)
-                )
+        device, home = self._devices[member.ordinal], self._homes[member]
+        if cubin.sha256 not in home.loaded:
+            home.loaded[cubin.sha256] = self._load_module(device, cubin)
+        loaded = home.loaded[cubin.sha256]
         geometries = tuple(Geometry(entry.cluster, entry.threads) for entry in cubin.kernels)
         sm_count = device.attribute("MULTIPROCESSOR_COUNT")
         roles = (self.spec.latent_dim is not None) + (self.spec.hidden_dim is not None)
@@ -530,7 +508,7 @@ class CudaCommunicator:
             ctas = geometry.token_ctas(
                 tokens,
                 roles=roles,
-                active_clusters=resident[index],
+                active_clusters=loaded.resident[index],
                 sm_count=sm_count,
                 ranks_on_device=sharing,
                 reserved_sms=geometry.RESERVED_SMS if sharing == 1 else 0,
@@ -538,11 +516,37 @@ class CudaCommunicator:
                 untouched_sms=geometry.UNTOUCHED_SMS if sharing > 1 else 0,
             )
             plans.append((index, ctas))
-        return kernels, plans
+        return loaded.kernels, plans
+
+    def _load_module(self, device: Device, cubin: store.Cubin) -> _Loaded:
+        driver = self._driver
+        attribute = driver.CUfunction_attribute
+        kernels, resident = [], []
+        with device.current():
+            module = driver.call("cuModuleLoadData", cubin.data)
+            self._modules.append((device, module))
+            for entry in cubin.kernels:
+                function = driver.call("cuModuleGetFunction", module, entry.symbol.encode())
+                # An SM keeps its split of cache and shared memory while anything runs on it. With
+                # the largest share, kernels that other ranks need fit beside CTAs that wait.
+                attributes = {attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100}
+                if entry.smem_bytes > _DEFAULT_SMEM_BYTES:
+                    most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    attributes[most] = entry.smem_bytes
+                for name, value in attributes.items():
+                    driver.call("cuFuncSetAttribute", function, name, value)
+                clusters = driver.call(
+                    "cuOccupancyMaxActiveClusters", function, _launch(driver, entry)
+                )
+                resident.append(int(clusters))
+                kernels.append(
+                    CudaKernel(int(function), entry.cluster, entry.threads, entry.smem_bytes)
+                )
+        return _Loaded(tuple(kernels), tuple(resident))
 
     def _register(
         self,
-        plans: Mapping[Member, tuple[list[CudaKernel], list[tuple[int, int]]]],
+        plans: Mapping[Member, tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]],
         settings: Settings,
     ) -> None:
         assert self._library

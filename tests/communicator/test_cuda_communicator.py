@@ -423,7 +423,7 @@ def test_closing_ends_calls_before_memory(kind, sockets):
         assert process.library.ranks == {}
         trace = process.bindings.trace
         release = {"posix_fd": "cuMemUnmap", "ipc": "cuIpcCloseMemHandle"}[kind]
-        order = ["cuMemcpyHtoD", "cuCtxSynchronize", release, "cuModuleUnload"]
+        order = ["cuMemcpyHtoD", "cuCtxSynchronize", release]
         assert [trace.index(name) for name in order] == sorted(trace.index(n) for n in order)
         # The control block is where it was, and says that it is closed.
         head = abi.Control.from_buffer_copy(
@@ -557,7 +557,7 @@ def test_a_failed_attempt_on_kept_control_blocks_closes_them_again(sockets):
     world = World([1, 1])
     world.close(world.establish(row(2), spec(2)))
     broken = world.processes[1].bindings
-    broken.faults[("cuModuleLoadData", broken.calls["cuModuleLoadData"] + 1)] = "INVALID_IMAGE"
+    broken.faults[("cuMemsetD32", broken.calls["cuMemsetD32"] + 1)] = "INVALID_VALUE"
     same_refusal(world.establish(row(2), spec(2)))
     assert world.holdings() == world.kept()
     for process in world.processes:
