@@ -498,6 +498,8 @@ class CudaCommunicator:
         device, home = self._devices[member.ordinal], self._homes[member]
         if cubin.sha256 not in home.loaded:
             home.loaded[cubin.sha256] = self._load_module(device, cubin)
+            if member not in self._new_homes:
+                self._modules.pop()  # it is the home's now, which outlives an attempt that fails
         loaded = home.loaded[cubin.sha256]
         geometries = tuple(Geometry(entry.cluster, entry.threads) for entry in cubin.kernels)
         sm_count = device.attribute("MULTIPROCESSOR_COUNT")

@@ -572,6 +572,9 @@ class FakeDriver:
             raise Misuse("an unknown module unloaded")
         if self.modules.pop(_number(module))[0] != self.current():
             raise Misuse("unloaded in another context")
+        for function, (_, _, home) in list(self.functions.items()):
+            if home == _number(module):
+                del self.functions[function]
 
     def _cuModuleGetFunction(self, module, name):
         ordinal, data = self.modules[_number(module)]
@@ -580,14 +583,14 @@ class FakeDriver:
         if name not in data:
             raise Failure("NOT_FOUND")
         function = next(self._counter)
-        self.functions[function] = (ordinal, name)
+        self.functions[function] = (ordinal, name, _number(module))
         return real.CUfunction(function)
 
     def _cuFuncSetAttribute(self, function, attribute, value):
         assert _number(function) in self.functions
 
     def _cuOccupancyMaxActiveClusters(self, function, config):
-        ordinal, _ = self.functions[_number(function)]
+        ordinal, _, _ = self.functions[_number(function)]
         if ordinal != self.current():
             raise Misuse("a function of another context")
         cluster = config.attrs[0].value.clusterDim
@@ -635,7 +638,7 @@ class FakeDriver:
 
     def _cuLaunchKernel(self, function, *rest):
         *dims, shared, stream, parameters, extra = rest
-        ordinal, _ = self.functions[_number(function)]
+        ordinal, _, _ = self.functions[_number(function)]
         if ordinal != self.current():
             raise Misuse("a function of another context")
         assert dims == [1] * 6

@@ -425,6 +425,7 @@ def test_closing_ends_calls_before_memory(kind, sockets):
         release = {"posix_fd": "cuMemUnmap", "ipc": "cuIpcCloseMemHandle"}[kind]
         order = ["cuMemcpyHtoD", "cuCtxSynchronize", release]
         assert [trace.index(name) for name in order] == sorted(trace.index(n) for n in order)
+        assert "cuModuleUnload" not in trace  # captured graphs hold the kernels
         # The control block is where it was, and says that it is closed.
         head = abi.Control.from_buffer_copy(
             process.bindings.read(control, ctypes.sizeof(abi.Control), 0)
@@ -569,6 +570,32 @@ def test_a_failed_attempt_on_kept_control_blocks_closes_them_again(sockets):
     made = world.establish(row(2), spec(2))
     world.check_wired(made, row(2), spec(2))
     world.close(made)
+
+
+def test_a_failed_attempt_with_another_kernel_does_not_touch_the_kept_one(sockets):
+    """The kernel that publishes by multicast takes the place of the other, and back."""
+    world = World([1, 1])
+    world.close(world.establish(row(2), spec(2)))
+
+    def want(multicast):
+        for process in world.processes:
+            process.environ["JAX_LATENT_TAIL_MULTICAST"] = multicast
+
+    def refuse(**arguments):
+        raise UnavailableError("no more ranks")
+
+    want("1")
+    library = world.processes[1].library
+    add, library.add_cuda_rank = library.add_cuda_rank, refuse
+    same_refusal(world.establish(row(2), spec(2)))
+    library.add_cuda_rank = add
+    for multicast in ("1", "0", "1"):
+        want(multicast)
+        made = world.establish(row(2), spec(2))
+        assert all(("multicast" in c.summary) == (multicast == "1") for c in made)
+        world.check_wired(made, row(2), spec(2))
+        world.close(made)
+    world.check_only_homes()
 
 
 def test_twenty_communicators_leave_nothing(sockets):

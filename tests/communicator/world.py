@@ -289,6 +289,8 @@ class World:
             assert not any(data[abi.GENERATIONS_OFFSET :])
             assert (control.broken, control.closed, control.claimed) == (0, 0, 0)
             assert control.record == arguments["record"]
+            for kernel in arguments["kernels"]:
+                assert process.bindings.functions[kernel.function][0] == ordinal
             assert control.deadline_ns == int(deadline_s * 1e9)
             words = process.bindings.read(control.workspace, size, ordinal)
             assert words == abi.SENTINEL.to_bytes(4, "little") * (size // 4)
