@@ -10,6 +10,7 @@ SIZES = [(1, 3584, 7168), (3, 8, 24), (3, 1536, 6144), (6, 2048, 5040), (5, 4104
 SIZES += [(2, 8192, 16384), (4, 3584, 0), (4, 0, 7168)]
 GATHER_SIZES = [(1, 7168), (2, 7168), (4, 7168), (8, 7168)]
 GATHER_SIZES += [(3, 24), (5, 40), (6, 5040), (2, 65536)]
+EXAMPLE = (128, 256)  # of examples/kimi_moe.py
 
 
 def variants(arch: str) -> list[KernelVariant]:
@@ -22,6 +23,9 @@ def variants(arch: str) -> list[KernelVariant]:
     found.append(KernelVariant(arch, 2, *k3, trigger=True))
     found += [KernelVariant.all_gather_add(arch, *sizes) for sizes in GATHER_SIZES]
     found.append(KernelVariant.all_gather_add(arch, 2, 7168, trigger=True))
+    for tp in (1, 4):
+        found.append(KernelVariant(arch, tp, *EXAMPLE, ANY_TOP_K))
+        found.append(KernelVariant.all_gather_add(arch, tp, EXAMPLE[1]))
     return found
 
 

@@ -13,6 +13,9 @@ Columns, us per layer, the best of several rounds over all ranks' clocks:
   layer+     the same with latent_tail.compiler_options()
   tail       what the tail adds to `layer`: the same body with and without it
   tail+      what it adds to `layer+`
+  moe_tail N fused, up-projection of a stripe of its own each layer, and all_gather_add: the slope
+             of a scan with unroll=N
+  floor      reading all ranks' stripes of one layer from the memory of the shared GPU
 """
 
 import argparse
@@ -31,6 +34,8 @@ from jax_latent_tail import launch
 from jax_latent_tail.kernels import processes
 
 LAYERS = 184
+MOE_LAYERS = 46
+MEMORY_BYTES_PER_US = 4.8e6  # of an H200
 
 
 def chain(with_tail, with_gemm, length, unroll):
@@ -50,6 +55,24 @@ def chain(with_tail, with_gemm, length, unroll):
     return scan
 
 
+def moe_chain(length, unroll):
+    def scan(rows, shared, gamma, w_up, x):
+        def layer(x, w_up):
+            # Ties the calls to the layer before, or XLA would take them out of the loop.
+            x, of_rows, of_shared = lax.optimization_barrier((x, rows, shared))
+            y = latent_tail.moe_tail(
+                of_rows, of_shared, gamma, w_up, x, axis_name="tp", implementation="cuda"
+            )
+            return y, None
+
+        # The same stripes again, where there are more layers than stripes.
+        for _ in range(length // MOE_LAYERS):
+            x, _ = lax.scan(layer, x, w_up, unroll=unroll)
+        return x
+
+    return scan
+
+
 def seconds(step, arguments, rounds=40):
     for _ in range(4):
         jax.block_until_ready(step(*arguments))
@@ -63,7 +86,7 @@ def seconds(step, arguments, rounds=40):
 
 def measure(num_tokens):
     inputs = ranks.inputs_of(0, num_tokens, draw=ranks.normal)
-    rng = np.random.default_rng(0)
+    rng, tp = np.random.default_rng(0), jax.device_count()
     # Small enough that the ranks, which share the GPU, do not wait for each other's memory traffic.
     weights = [ranks.normal(rng, *shape) for shape in ((ranks.L, 256), (256, ranks.L))]
     arguments = (*ranks.operands(inputs), *(ranks.put(weight, P()) for weight in weights))
@@ -89,6 +112,29 @@ def measure(num_tokens):
         / LAYERS
         for unroll in (8, 23, 46)
     }
+    w_up = rng.standard_normal((MOE_LAYERS, tp, ranks.L, ranks.H // tp), np.float32) / 64
+    moe_arguments = (
+        *ranks.operands(inputs),
+        ranks.layers(w_up.astype(jnp.bfloat16)),
+        ranks.put(ranks.normal(rng, num_tokens, ranks.H), P()),
+    )
+
+    def moe_time_of(length, unroll):
+        step = ranks.program(
+            moe_chain(length, unroll),
+            (ranks.SHARDED, ranks.SHARDED, P(), P(None, "tp"), P()),
+            P(),
+            compiler_options=plus,
+        )
+        return seconds(step, moe_arguments) * 1e6
+
+    moe = {
+        f"moe_tail {unroll}": (
+            moe_time_of(2 * MOE_LAYERS, unroll) - moe_time_of(MOE_LAYERS, unroll)
+        )
+        / MOE_LAYERS
+        for unroll in (1, 46)
+    }
     return {
         "scan": time_of() / LAYERS,
         "scan+": time_of(options=plus) / LAYERS,
@@ -97,6 +143,8 @@ def measure(num_tokens):
         "layer+": layer_plus,
         "tail": layer - without,
         "tail+": layer_plus - without_plus,
+        **moe,
+        "floor": 2 * ranks.L * ranks.H / MEMORY_BYTES_PER_US,
     }
 
 
