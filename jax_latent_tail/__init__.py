@@ -22,7 +22,7 @@ from jax_latent_tail.errors import (
     RendezvousError,
     UnavailableError,
 )
-from jax_latent_tail.lifecycle import check, close, compiler_options, explain, prepare
+from jax_latent_tail.lifecycle import check, close, compiler_options, explain, prepare, reset
 
 __version__ = "0.1.0.dev0"
 
@@ -47,4 +47,5 @@ __all__ = [
     "moe_tail",
     "prepare",
     "reduce_scatter",
+    "reset",
 ]

@@ -98,6 +98,20 @@ def check() -> None:
     communicator.check()
 
 
+def reset() -> None:
+    """Makes all communicators anew after a failure, for programs that are compiled already.
+
+    Collective: to be called by every process that has devices in them, once each has seen the
+    failure and has no program running. Captured graphs are served again too. A process that has
+    died cannot be made up for: that takes a new job.
+
+    Raises:
+      CommunicatorError: a communicator cannot be made any more; the message says why.
+      RendezvousError: some process did not come.
+    """
+    communicator.reset_all()
+
+
 def close() -> None:
     """Releases all memory that native implementations share with other ranks and processes.
 

@@ -59,6 +59,7 @@ _Key = tuple[str, DeviceTable, TailSpec]
 _lock = threading.Lock()  # of everything below, and held while deciding
 _decisions: dict[_Key, Decision] = {}
 _live: dict[_Key, Communicator] = {}
+_devices: dict[_Key, Mapping[int, Any]] = {}  # of those that live
 _watcher: "_Watcher | None" = None
 _at_exit = False
 
@@ -132,7 +133,7 @@ def _decide(key: _Key, devices: Mapping[int, Any], obstacle: str | None) -> Deci
             made = _establish(key, devices, rendezvous, library)
     except Refusal as refusal:
         return Decision("xla", str(refusal))
-    _live[key] = made
+    _live[key], _devices[key] = made, devices
     _start_watching()
     return Decision(platform, made.summary)
 
@@ -177,14 +178,43 @@ def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
             _watcher.stop()
             _watcher = None
         while _live:
-            _, communicator = _live.popitem()
-            try:
-                communicator.close(max(deadline - time.monotonic(), 0.1))
-            except Exception:  # the others are to be closed all the same, here and by the peers
-                _log.exception("cannot close %s", communicator.summary)
+            _close_the_latest(deadline)
         _decisions.clear()
     finally:
         _lock.release()
+
+
+def reset_all() -> None:
+    """Makes every communicator anew, in place: programs that are compiled find the new one.
+
+    Collective: every process must come here, after the same calls; each waits for the others as
+    when a communicator is made.
+
+    Raises:
+      CommunicatorError: one cannot be made any more; the message says why.
+      RendezvousError: some process did not come; what was not made anew is closed.
+    """
+    with _lock:
+        deadline = time.monotonic() + settings.rendezvous_timeout(os.environ)
+        again = dict(_devices)  # in the order in which they were made
+        while _live:
+            _close_the_latest(deadline)
+        for key in again:
+            _decisions.pop(key, None)
+        for key, devices in again.items():
+            decision = _decide(key, devices, None)
+            _decisions[key] = decision
+            if decision.implementation != key[0]:
+                raise CommunicatorError(f"{key[2]} cannot be served again: {decision.reason}")
+
+
+def _close_the_latest(deadline: float) -> None:
+    key, communicator = _live.popitem()
+    _devices.pop(key, None)
+    try:
+        communicator.close(max(deadline - time.monotonic(), 0.1))
+    except Exception:  # the others are to be closed all the same, here and by the peers
+        _log.exception("cannot close %s", communicator.summary)
 
 
 def _start_watching() -> None:

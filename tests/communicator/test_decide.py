@@ -183,6 +183,34 @@ def test_close_all_closes_the_latest_first_and_forgets(world):
     assert world.holdings()[0]["handles"] == world.kept(2)[0]["handles"] + 4
 
 
+def test_a_reset_serves_the_same_calls_again_at_the_same_addresses(world):
+    calls = [spec(4), spec(4, max_tokens=3)]
+    for call in calls:
+        decide(world, call=call)
+    library = world.processes[0].library
+    before = list(library.registrations)
+    records(world)[5].code = abi.DEADLINE  # of the second
+    with pytest.raises(CommunicatorError):
+        communicator.check()
+    communicator.reset_all()
+    communicator.check()
+    after = library.registrations[len(before) :]
+    for old, new in zip(before, after, strict=True):
+        assert {**old, "kernels": None} == {**new, "kernels": None}
+    assert [key[2] for key in communicator._live] == calls
+    assert all(decide(world, call=call).implementation == "cuda" for call in calls)
+    assert len(library.ranks) == len(after)
+
+
+def test_a_reset_that_cannot_be_says_why(world):
+    decide(world)
+    bindings = world.processes[0].bindings
+    bindings.faults[("cuMemsetD32", bindings.calls["cuMemsetD32"] + 1)] = "INVALID_VALUE"
+    with pytest.raises(CommunicatorError, match=r"fused on 4 ranks.*cannot be served.*cuMemsetD32"):
+        communicator.reset_all()
+    assert not communicator._live
+
+
 def test_closing_at_exit_is_bounded(world):
     for tokens in (3, 4, 5):
         decide(world, call=spec(4, max_tokens=tokens))

@@ -112,17 +112,23 @@ def measure(num_tokens):
         / LAYERS
         for unroll in (8, 23, 46)
     }
-    w_up = rng.standard_normal((MOE_LAYERS, tp, ranks.L, ranks.H // tp), np.float32) / 64
+    columns = P(None, None, "tp")
+
+    def stripes():
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("tp"))
+        shape = (MOE_LAYERS, ranks.L, ranks.H // tp)
+        return jax.random.normal(key, shape, jnp.bfloat16) / 64
+
     moe_arguments = (
         *ranks.operands(inputs),
-        ranks.layers(w_up.astype(jnp.bfloat16)),
+        ranks.program(stripes, (), columns)(),
         ranks.put(ranks.normal(rng, num_tokens, ranks.H), P()),
     )
 
     def moe_time_of(length, unroll):
         step = ranks.program(
             moe_chain(length, unroll),
-            (ranks.SHARDED, ranks.SHARDED, P(), P(None, "tp"), P()),
+            (ranks.SHARDED, ranks.SHARDED, P(), columns, P()),
             P(),
             compiler_options=plus,
         )

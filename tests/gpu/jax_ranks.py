@@ -411,6 +411,12 @@ def a_missing_call():
     with pytest.raises(latent_tail.CommunicatorError, match=r"ranks \[[01]\]") as error:
         latent_tail.check()
     print("check:", error.value)
+
+    latent_tail.reset()
+    latent_tail.check()
+    for step in (eager, graph):
+        for _ in range(5):
+            check(*step(*arrays), inputs)
     assert (jnp.arange(4) + 1).sum() == 10  # JAX itself goes on
 
 
