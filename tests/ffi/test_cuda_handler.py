@@ -185,7 +185,7 @@ def test_an_all_gather_add_passes_its_rows_in_the_places_of_the_shared_half(shim
     assert (launch.parameter("rows") != 0) == has_residual
     assert 0 not in (launch.parameter("shared"), launch.parameter("shard"))
     assert launch.parameter("gamma") == launch.parameter("latent") == 0
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*operand"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*operand"):
         call(arrays[:-1] if has_residual else arrays * 2, [((3, 32), jnp.bfloat16)], spec)
 
 
