@@ -133,6 +133,7 @@ struct Scenario {
   int chain = 3;
   int threads = 2;
   bool ranks_block = false;  // each chain ends where all local ranks wait for each other
+  bool processes_block = false;  // or those of all processes do
   bool delays = false;
   double deadline_s = 100;
   // Faults: the rank that stops coming, or comes with other tokens, at this launch.
@@ -153,8 +154,13 @@ class Rank;
 
 class Process {
  public:
-  Process(const Scenario& scenario, int index, void* segment, uint64_t seed)
-      : scenario_(scenario), index_(index), seed_(seed), threads_(scenario.threads) {
+  Process(const Scenario& scenario, int index, void* segment, std::atomic<int>* meetings,
+          uint64_t seed)
+      : scenario_(scenario),
+        index_(index),
+        seed_(seed),
+        meetings_of_all_(meetings),
+        threads_(scenario.threads) {
     Configuration configuration = Configure(scenario);
     configuration.process = index;
     std::string fault;
@@ -200,6 +206,7 @@ class Process {
   const Scenario& scenario_;
   const int index_;
   const uint64_t seed_;
+  std::atomic<int>* const meetings_of_all_;  // [launch * branches + branch], shared
   std::shared_ptr<Communicator> communicator_;
   Threads threads_;
   std::mutex mutex_;
@@ -275,6 +282,7 @@ class Rank {
               return;
             }
             if (scenario_.ranks_block) Meet(launch, branch);
+            if (scenario_.processes_block) MeetEverywhere(launch, branch);
           }
           if (open_branches_.fetch_sub(1) == 1) {
             process_->threads_.Push([this, launch] { Launch(launch + 1); });
@@ -309,6 +317,16 @@ class Rank {
     process_->changed_.wait(lock, [&] {
       return here == process_->local_ranks_ / scenario_.groups || !process_->failures_.empty();
     });
+  }
+
+  // As gloo would: blocks the thread until the ranks of all processes are here, which other calls of
+  // the same processes may have to bring.
+  void MeetEverywhere(int launch, int branch) {
+    std::atomic<int>& here = process_->meetings_of_all_[launch * scenario_.branches + branch];
+    here.fetch_add(1);
+    while (here.load() < scenario_.groups * scenario_.tp) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
   }
 
   // Expert rows: row p of rank r has the value Value(.., 3, r, p * columns + c); half the slots are
@@ -491,12 +509,22 @@ struct Segment {
   void* memory = nullptr;
 };
 
+std::atomic<int>* Meetings(const Segment& segment) {
+  return static_cast<std::atomic<int>*>(segment.memory);
+}
+
+int64_t MeetingBytes(const Scenario& scenario) {
+  return scenario.launches * scenario.branches * sizeof(std::atomic<int>);
+}
+
 void RunInThreads(const Scenario& scenario, uint64_t seed) {
   Segment segment(Communicator::SegmentBytes(Process::Configure(scenario)));
+  Segment meetings(MeetingBytes(scenario));
   {
     std::vector<std::unique_ptr<Process>> processes;
     for (int index = 0; index < scenario.processes; ++index) {
-      processes.push_back(std::make_unique<Process>(scenario, index, segment.memory, seed));
+      processes.push_back(std::make_unique<Process>(scenario, index, segment.memory,
+                                                    Meetings(meetings), seed));
     }
     std::vector<std::thread> threads;
     for (auto& process : processes) threads.emplace_back([&process] { process->Run(); });
@@ -507,6 +535,7 @@ void RunInThreads(const Scenario& scenario, uint64_t seed) {
 
 void RunInProcesses(const Scenario& scenario, uint64_t seed) {
   Segment segment(Communicator::SegmentBytes(Process::Configure(scenario)));
+  Segment meetings(MeetingBytes(scenario));
   std::vector<pid_t> children;
   for (int index = 0; index < scenario.processes; ++index) {
     pid_t child = fork();
@@ -514,7 +543,7 @@ void RunInProcesses(const Scenario& scenario, uint64_t seed) {
     if (child == 0) {
       alarm(300);
       {
-        Process process(scenario, index, segment.memory, seed);
+        Process process(scenario, index, segment.memory, Meetings(meetings), seed);
         process.Run();
         process.CloseAndWait();
       }
@@ -545,6 +574,10 @@ std::vector<Scenario> Scenarios() {
   auto forked = [](Scenario& s) { s.fork = true; };
   auto delays = [](Scenario& s) { s.delays = true; };
   auto block = [](Scenario& s) { s.ranks_block = true; s.threads = 1; };
+  // Threads enough that none of the ranks' first steps waits for a blocked one.
+  auto block_all = [](Scenario& s) {
+    s.processes_block = true; s.threads = s.branches * s.groups * s.tp;
+  };
   auto one_thread = [](Scenario& s) { s.threads = 1; };
   auto finalize = [](Scenario& s) { s.top_k = 4; };
   auto fp32 = [](Scenario& s) { s.fp32_internal = true; };
@@ -582,6 +615,8 @@ std::vector<Scenario> Scenarios() {
   add("forked 4x1", tp(4), over(4), forked, delays);
   add("forked 8x1", tp(8), over(8), forked, one_thread);
   add("forked 2x2", tp(4), over(2), forked, block, delays);
+  add("forked 2x1, processes block", over(2), forked, block_all, delays);
+  add("forked 2x2, processes block", tp(4), over(2), forked, block_all, delays);
   add("forked 2x4 in two groups", tp(4), groups(2), over(2), forked, block);
   add("forked 2x1, finalize, fp32", over(2), forked, finalize, fp32);
   add("forked 4x1, crowded", tp(4), over(4), forked, crowded, delays);
@@ -609,6 +644,7 @@ std::vector<Scenario> Scenarios() {
   add("2x1, shared only", over(2), shared_only);
   add("4x1", tp(4), over(4), delays);
   add("2x2, blocking", tp(4), over(2), block, delays);
+  add("3x1, processes block", tp(3), over(3), block_all, delays);
   add("2x2 in groups of two", tp(2), groups(2), over(2), block, finalize);
   add("3x1, crowded", tp(3), over(3), crowded, delays);
   add("2x2, crowded", tp(4), over(2), crowded, block);
