@@ -2,5 +2,21 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+
+@pytest.fixture(params=["xla", "cpu"])
+def implementation(request, monkeypatch):
+    """Every call of the test on plain collectives, and then on the native back end."""
+    from jax_latent_tail import choice
+
+    real = choice.choose
+
+    def choose(*arguments, insisted=None, **options):
+        return real(*arguments, insisted=insisted or request.param, **options)
+
+    monkeypatch.setattr(choice, "choose", choose)
+    return request.param

@@ -79,6 +79,7 @@ def fused(inputs, mesh=None, **options):
     """Runs `latent_tail.fused` jitted; returns each rank's latent [tp, M, L] and shard."""
     mesh = make_mesh((inputs.tp,)) if mesh is None else mesh
     axis_name = mesh.axis_names[0]
+    options.setdefault("max_tokens", max(128, inputs.shared.shape[1]))
 
     def tail(routed, shared, gamma):
         return latent_tail.fused(routed, shared, gamma, axis_name=axis_name, **options)
