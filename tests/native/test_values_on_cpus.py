@@ -4,6 +4,7 @@ import harness
 import numpy as np
 import oracle
 import pytest
+from ml_dtypes import bfloat16
 
 from jax_latent_tail import choice
 
@@ -51,6 +52,21 @@ def test_sums_are_bit_equal_to_the_references(top_k):
     plain, _ = harness.fused(inputs, implementation="xla", **options)
     assert np.abs(native.astype(np.float32)).max() > 0
     np.testing.assert_array_equal(native.view(np.uint16), plain.view(np.uint16))
+
+
+@pytest.mark.parametrize("fp32_internal", [False, True])
+def test_squares_are_rounded_where_the_contract_says_so(fp32_internal):
+    """Most columns hold one value, whose square the rounding moves far, and so many a y."""
+    inputs = harness.random_inputs(11, 2, 8, 4096, 64, draw=harness.normal)
+    inputs.rows[1] = 0
+    candidates = np.arange(1, 2, 1 / 128, np.float32)
+    squares = candidates**2
+    moved = np.abs(squares.astype(bfloat16).astype(np.float32) / squares - 1)
+    inputs.rows[0, :, ::2] = candidates[moved.argmax()]
+    inputs.rows[0, :, 1::2] *= 0.25
+    latents, _ = harness.fused(inputs, implementation="cpu", fp32_internal=fp32_internal)
+    expected = oracle.latent(inputs.rows, inputs.gamma, fp32_internal=fp32_internal)
+    assert (oracle.ulps(latents[0], expected) > 0).mean() < 0.005
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
