@@ -23,8 +23,7 @@ from jax_latent_tail.errors import (
     UnavailableError,
 )
 from jax_latent_tail.lifecycle import check, close, compiler_options, explain, prepare, reset
-
-__version__ = "0.1.0.dev0"
+from jax_latent_tail.version import __version__ as __version__
 
 __all__ = [
     "ArgumentError",

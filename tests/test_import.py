@@ -34,6 +34,6 @@ def test_the_public_names_are_there():
         assert hasattr(jax_latent_tail, name)
     public = {n for n in vars(jax_latent_tail) if not n.startswith("_")}
     modules = {"api", "checks", "choice", "communicator", "errors", "lifecycle", "native"}
-    modules |= {"primitive", "reference", "spec"}
+    modules |= {"primitive", "reference", "spec", "version"}
     others = {n for n in public - set(jax_latent_tail.__all__) if n not in modules}
     assert others <= {"bench", "launch", "kernels"}

@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax_latent_tail
 from jax_latent_tail.communicator import cuda_memory, descriptors, group, multicast
 from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
 from jax_latent_tail.communicator.driver import Device, Driver, DriverError
 from jax_latent_tail.communicator.group import DeviceTable, Member
 from jax_latent_tail.communicator.multicast import Multicast
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
-from jax_latent_tail.communicator.settings import Settings
+from jax_latent_tail.communicator.settings import Settings, agree
 from jax_latent_tail.errors import (
-    ArgumentError,
     DisagreementError,
     RendezvousError,
     UnavailableError,
@@ -234,7 +232,12 @@ class CudaCommunicator:
         loaded = None if isinstance(library, UnavailableError) else library
         self = cls(table, spec, everyone, rendezvous, loaded)
         try:
-            settings = _agree_on_settings(rendezvous, spec, environ)
+            settings = agree(
+                rendezvous,
+                spec,
+                environ,
+                {"kernel ABI": abi.ABI_VERSION, "kernel sources": store.source_hash()},
+            )
 
             def check() -> dict[str, Any]:
                 if isinstance(library, UnavailableError):
@@ -647,30 +650,6 @@ class CudaCommunicator:
 
 # Communicators whose memory could not be released: kept, so that nothing of it is.
 _abandoned: list[CudaCommunicator] = []
-
-
-def _agree_on_settings(
-    rendezvous: Rendezvous, spec: TailSpec, environ: Mapping[str, str]
-) -> Settings:
-    """The settings, after all processes have found that they want the same."""
-    error: ArgumentError | None = None
-    settings = Settings()
-    try:
-        settings = Settings.read(environ)
-    except ArgumentError as wrong:
-        error = wrong
-    facts = {
-        "version": jax_latent_tail.__version__,
-        "kernel ABI": abi.ABI_VERSION,
-        "kernel sources": store.source_hash(),
-        **dataclasses.asdict(spec),
-        **dataclasses.asdict(settings),
-        "environment": str(error) if error else "valid",
-    }
-    rendezvous.require_equal("comparing the calls", facts)
-    if error:
-        raise error
-    return settings
 
 
 def _compare(

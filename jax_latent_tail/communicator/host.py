@@ -1,6 +1,5 @@
 """The communicator for CPU devices: ranks of one process, and of several on one host."""
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +8,11 @@ from typing import Any, Protocol
 import jax
 import jaxlib
 
-import jax_latent_tail
 from jax_latent_tail.communicator.group import DeviceTable
 from jax_latent_tail.communicator.host_memory import SharedFile
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
-from jax_latent_tail.communicator.settings import Settings
-from jax_latent_tail.errors import ArgumentError, UnavailableError
+from jax_latent_tail.communicator.settings import agree
+from jax_latent_tail.errors import UnavailableError
 from jax_latent_tail.spec import TailSpec
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -86,7 +84,9 @@ class HostCommunicator:
           ArgumentValueError: an environment variable has a value that is not allowed.
           RendezvousError: some process did not come, or left.
         """
-        settings = _agree_on_settings(rendezvous, spec, environ)
+        # Calls are told apart by the order in which XLA makes them: its versions must agree too.
+        versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+        settings = agree(rendezvous, spec, environ, versions)
         numbers = {process: number for number, process in enumerate(rendezvous.participants)}
         processes = [numbers[devices[id_].process_index] for group in table for id_ in group]
 
@@ -153,33 +153,6 @@ class HostCommunicator:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._library.close_cpu(handle)
-
-
-def _agree_on_settings(
-    rendezvous: Rendezvous, spec: TailSpec, environ: Mapping[str, str]
-) -> Settings:
-    """The settings, after all processes have found that they want the same.
-
-    Calls are told apart by the order in which XLA makes them, so its versions must agree too.
-    """
-    error: ArgumentError | None = None
-    settings = Settings()
-    try:
-        settings = Settings.read(environ)
-    except ArgumentError as wrong:
-        error = wrong
-    facts = {
-        "version": jax_latent_tail.__version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        **dataclasses.asdict(spec),
-        "deadline_s": settings.deadline_s,
-        "environment": str(error) if error else "valid",
-    }
-    rendezvous.require_equal("comparing the calls", facts)
-    if error:
-        raise error
-    return settings
 
 
 def _require_one(rendezvous: Rendezvous, what: str, values: Sequence[Any]) -> None:

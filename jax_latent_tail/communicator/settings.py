@@ -3,8 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from jax_latent_tail.errors import ArgumentValueError
+from jax_latent_tail.communicator.rendezvous import Rendezvous
+from jax_latent_tail.errors import ArgumentError, ArgumentValueError
+from jax_latent_tail.spec import TailSpec
+from jax_latent_tail.version import __version__
 
 DEADLINE_VARIABLE = "JAX_LATENT_TAIL_DEADLINE"
 RENDEZVOUS_VARIABLE = "JAX_LATENT_TAIL_RENDEZVOUS_TIMEOUT"
@@ -39,6 +43,37 @@ class Settings:
             multicast=_switch(environ, MULTICAST_VARIABLE, cls.multicast)
             and environ.get(NVLS_VARIABLE) != "0",
         )
+
+
+def agree(
+    rendezvous: Rendezvous, spec: TailSpec, environ: Mapping[str, str], facts: Mapping[str, Any]
+) -> Settings:
+    """The settings, after all processes have found that they want the same call, in the same way.
+
+    Args:
+      facts: what else must be equal in all of them, by what a message calls it.
+
+    Raises:
+      DisagreementError: something differs; in every process.
+      ArgumentValueError: an environment variable has a value that is not allowed.
+    """
+    error: ArgumentError | None = None
+    settings = Settings()
+    try:
+        settings = Settings.read(environ)
+    except ArgumentError as wrong:  # the others have to hear of it
+        error = wrong
+    everything = {
+        "version": __version__,
+        **facts,
+        **dataclasses.asdict(spec),
+        **dataclasses.asdict(settings),
+        "environment": str(error) if error else "valid",
+    }
+    rendezvous.require_equal("comparing the calls", everything)
+    if error:
+        raise error
+    return settings
 
 
 def rendezvous_timeout(environ: Mapping[str, str]) -> float:
