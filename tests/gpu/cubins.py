@@ -23,7 +23,7 @@ def variants(arch: str) -> list[KernelVariant]:
     found.append(KernelVariant(arch, 2, *k3, trigger=True))
     found += [KernelVariant.all_gather_add(arch, *sizes) for sizes in GATHER_SIZES]
     found.append(KernelVariant.all_gather_add(arch, 2, 7168, trigger=True))
-    for tp in (1, 4):
+    for tp in (1, 2, 4, 8):
         found.append(KernelVariant(arch, tp, *EXAMPLE, ANY_TOP_K))
         found.append(KernelVariant.all_gather_add(arch, tp, EXAMPLE[1]))
     return found

@@ -84,9 +84,9 @@ def seconds(step, arguments, rounds=40):
     return best
 
 
-def measure(num_tokens):
+def measure_tail(num_tokens):
     inputs = ranks.inputs_of(0, num_tokens, draw=ranks.normal)
-    rng, tp = np.random.default_rng(0), jax.device_count()
+    rng = np.random.default_rng(0)
     # Small enough that the ranks, which share the GPU, do not wait for each other's memory traffic.
     weights = [ranks.normal(rng, *shape) for shape in ((ranks.L, 256), (256, ranks.L))]
     arguments = (*ranks.operands(inputs), *(ranks.put(weight, P()) for weight in weights))
@@ -100,63 +100,66 @@ def measure(num_tokens):
         )
         return seconds(step, arguments) * 1e6
 
+    def slope(unroll):
+        longer = time_of(length=2 * LAYERS, unroll=unroll)
+        return (longer - time_of(length=LAYERS, unroll=unroll)) / LAYERS
+
     plus = latent_tail.compiler_options()
     layer = time_of(with_gemm=True) / LAYERS
     layer_plus = time_of(with_gemm=True, options=plus) / LAYERS
     without = time_of(with_tail=False, with_gemm=True) / LAYERS
     without_plus = time_of(with_tail=False, with_gemm=True, options=plus) / LAYERS
-    slopes = {
-        f"slope {unroll}": (
-            time_of(length=2 * LAYERS, unroll=unroll) - time_of(length=LAYERS, unroll=unroll)
-        )
-        / LAYERS
-        for unroll in (8, 23, 46)
+    return {
+        "scan": time_of() / LAYERS,
+        "scan+": time_of(options=plus) / LAYERS,
+        **{f"slope {unroll}": slope(unroll) for unroll in (8, 23, 46)},
+        "layer": layer,
+        "layer+": layer_plus,
+        "tail": layer - without,
+        "tail+": layer_plus - without_plus,
     }
-    columns = P(None, None, "tp")
+
+
+def measure_moe_tail(num_tokens):
+    inputs = ranks.inputs_of(0, num_tokens, draw=ranks.normal)
+    rng, columns = np.random.default_rng(0), P(None, None, "tp")
 
     def stripes():
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index("tp"))
-        shape = (MOE_LAYERS, ranks.L, ranks.H // tp)
+        shape = (MOE_LAYERS, ranks.L, ranks.H // jax.device_count())
         return jax.random.normal(key, shape, jnp.bfloat16) / 64
 
-    moe_arguments = (
+    arguments = (
         *ranks.operands(inputs),
         ranks.program(stripes, (), columns)(),
         ranks.put(ranks.normal(rng, num_tokens, ranks.H), P()),
     )
 
-    def moe_time_of(length, unroll):
+    def time_of(length, unroll):
         step = ranks.program(
             moe_chain(length, unroll),
             (ranks.SHARDED, ranks.SHARDED, P(), columns, P()),
             P(),
-            compiler_options=plus,
+            compiler_options=latent_tail.compiler_options(),
         )
-        return seconds(step, moe_arguments) * 1e6
+        return seconds(step, arguments) * 1e6
 
-    moe = {
-        f"moe_tail {unroll}": (
-            moe_time_of(2 * MOE_LAYERS, unroll) - moe_time_of(MOE_LAYERS, unroll)
-        )
-        / MOE_LAYERS
-        for unroll in (1, 46)
-    }
+    def slope(unroll):
+        return (time_of(2 * MOE_LAYERS, unroll) - time_of(MOE_LAYERS, unroll)) / MOE_LAYERS
+
     return {
-        "scan": time_of() / LAYERS,
-        "scan+": time_of(options=plus) / LAYERS,
-        **slopes,
-        "layer": layer,
-        "layer+": layer_plus,
-        "tail": layer - without,
-        "tail+": layer_plus - without_plus,
-        **moe,
+        **{f"moe_tail {unroll}": slope(unroll) for unroll in (1, 46)},
         "floor": 2 * ranks.L * ranks.H / MEMORY_BYTES_PER_US,
     }
+
+
+MEASURES = {"tail": measure_tail, "moe_tail": measure_moe_tail}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--what", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--processes", type=int)
     arguments = parser.parse_args()
     if arguments.processes and not launch.is_member():
@@ -164,11 +167,13 @@ def main():
             env = {name: value for name, value in daemon.items() if value is not None}
             env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             texts = launch.run(sys.argv, arguments.processes, timeout_s=300, env=env)
-        print(texts[0])
+        print("\n".join(line for line in texts[0].splitlines() if line.startswith("|")))
         return
     launch.initialize(share_gpus=True)
     for num_tokens in arguments.tokens:
-        times = measure(num_tokens)
+        times = {}
+        for what in arguments.what:
+            times |= MEASURES[what](num_tokens)
         if num_tokens == arguments.tokens[0]:
             print(f"| N | M | {' | '.join(times)} |\n|---|---|{'---|' * len(times)}")
         figures = " | ".join(f"{value:.2f}" for value in times.values())

@@ -83,9 +83,9 @@ def test_a_missing_call_is_an_error_everywhere(daemon):
 EXAMPLE = str(pathlib.Path(__file__).parents[2] / "examples" / "kimi_moe.py")
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_the_example(daemon, processes):
-    """Four processes share the GPU: then every collective of the step is a custom call."""
+    """Several processes share the GPU: then every collective of the step is a custom call."""
     several = ["--processes", str(processes), "--share-gpus"] if processes > 1 else []
     result = subprocess.run(
         [sys.executable, EXAMPLE, "--platform", "cuda", *several],
