@@ -50,4 +50,4 @@ class DisagreementError(LatentTailError, RuntimeError):
 
 
 class CommunicatorError(LatentTailError, RuntimeError):
-    """A call on the GPU failed, and with it its communicator; the message names rank and token."""
+    """A native call failed, and with it its communicator; the message names ranks and call."""

@@ -107,7 +107,7 @@ def reset() -> None:
 
     Raises:
       CommunicatorError: a communicator cannot be made any more; the message says why.
-      RendezvousError: some process did not come.
+      RendezvousError: some process did not come; another reset by all may do.
     """
     communicator.reset_all()
 

@@ -59,7 +59,9 @@ _Key = tuple[str, DeviceTable, TailSpec]
 _lock = threading.Lock()  # of everything below, and held while deciding
 _decisions: dict[_Key, Decision] = {}
 _live: dict[_Key, Communicator] = {}
-_devices: dict[_Key, Mapping[int, Any]] = {}  # of those that live
+# Of all communicators since `close_all`, in the order in which they were first made; also of those
+# that a reset closed and could not make yet.
+_devices: dict[_Key, Mapping[int, Any]] = {}
 _watcher: "_Watcher | None" = None
 _at_exit = False
 
@@ -180,6 +182,7 @@ def close_all(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         while _live:
             _close_the_latest(deadline)
         _decisions.clear()
+        _devices.clear()
     finally:
         _lock.release()
 
@@ -192,16 +195,16 @@ def reset_all() -> None:
 
     Raises:
       CommunicatorError: one cannot be made any more; the message says why.
-      RendezvousError: some process did not come; what was not made anew is closed.
+      RendezvousError: some process did not come; what was not made anew is closed, until another
+        reset by all makes it.
     """
     with _lock:
         deadline = time.monotonic() + settings.rendezvous_timeout(os.environ)
-        again = dict(_devices)  # in the order in which they were made
         while _live:
             _close_the_latest(deadline)
-        for key in again:
+        for key in _devices:
             _decisions.pop(key, None)
-        for key, devices in again.items():
+        for key, devices in list(_devices.items()):
             decision = _decide(key, devices, None)
             _decisions[key] = decision
             if decision.implementation != key[0]:
@@ -209,8 +212,7 @@ def reset_all() -> None:
 
 
 def _close_the_latest(deadline: float) -> None:
-    key, communicator = _live.popitem()
-    _devices.pop(key, None)
+    _, communicator = _live.popitem()
     try:
         communicator.close(max(deadline - time.monotonic(), 0.1))
     except Exception:  # the others are to be closed all the same, here and by the peers
@@ -232,7 +234,6 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._told: set[int] = set()
         self._thread = threading.Thread(
             target=self._watch, name="jax_latent_tail watcher", daemon=True
         )
@@ -243,9 +244,13 @@ class _Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
+        told: list[Communicator] = []
         while not self._stopped.wait(_WATCH_S):
-            for communicator in list(_live.values()):
+            live = list(_live.values())
+            # Communicators, not their ids, which those that a reset makes may have again.
+            told = [communicator for communicator in told if communicator in live]
+            for communicator in live:
                 failure = communicator.failure()
-                if failure and id(communicator) not in self._told:
-                    self._told.add(id(communicator))
+                if failure and communicator not in told:
+                    told.append(communicator)
                     _log.error("%s failed: %s", communicator.summary, failure)

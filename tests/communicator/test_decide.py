@@ -211,6 +211,33 @@ def test_a_reset_that_cannot_be_says_why(world):
     assert not communicator._live
 
 
+def test_a_reset_that_failed_can_be_tried_again(world):
+    calls = [spec(4), spec(4, max_tokens=3), spec(4, max_tokens=5)]
+    for call in calls:
+        decide(world, call=call)
+    bindings = world.processes[0].bindings
+    bindings.faults[("cuMemsetD32", bindings.calls["cuMemsetD32"] + 10)] = "INVALID_VALUE"
+    with pytest.raises(CommunicatorError):
+        communicator.reset_all()
+    assert [key[2] for key in communicator._live] == calls[:1]
+    communicator.reset_all()
+    assert [key[2] for key in communicator._live] == calls
+    communicator.close_all()
+    communicator.reset_all()
+    assert not communicator._live
+
+
+def test_the_failure_after_a_reset_is_logged_too(world, caplog):
+    decide(world)
+    for attempt in range(1, 4):
+        records(world)[-1].code = abi.DEADLINE
+        deadline = time.monotonic() + 10
+        while caplog.text.count("failed:") < attempt:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        communicator.reset_all()
+
+
 def test_closing_at_exit_is_bounded(world):
     for tokens in (3, 4, 5):
         decide(world, call=spec(4, max_tokens=tokens))
