@@ -30,9 +30,18 @@ uint64_t Align(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 std::atomic<bool> is_forked_child{false};
 
-// What a rank's data in its arena consists of, in order: its contribution [M, L]; for rank 0 the
-// normalised rows [M, L] that all processes write; its slices [M, S] of the shared rows for each
-// rank of another process, ascending. Offsets in bytes.
+// Columns of the rows that a rank has for all others alike: its contribution or, where they are
+// gathered, its columns.
+int64_t CommonColumns(const Spec& spec) {
+  return spec.gathers ? spec.shard_dim() : spec.latent_dim;
+}
+
+// Columns of the slices of which each rank gets its own.
+int64_t SliceColumns(const Spec& spec) { return spec.gathers ? 0 : spec.shard_dim(); }
+
+// What a rank's data in its arena consists of, in order: its common rows; for rank 0 the normalised
+// rows [M, L] that all processes write; its slices [M, S] of the shared rows for each rank of
+// another process, ascending. Offsets in bytes.
 struct Slab {
   uint64_t latent = 0;
   uint64_t slices = 0;
@@ -40,10 +49,9 @@ struct Slab {
   uint64_t bytes = 0;
 
   Slab(const Spec& spec, int64_t tokens, bool is_first_rank, int64_t num_remote) {
-    uint64_t rows = Align(tokens * spec.latent_dim * sizeof(uint16_t));
-    latent = rows;
-    slices = is_first_rank ? 2 * rows : rows;
-    slice_bytes = spec.hidden_dim ? Align(tokens * spec.shard_dim() * sizeof(uint16_t)) : 0;
+    latent = Align(tokens * CommonColumns(spec) * sizeof(uint16_t));
+    slices = latent + (is_first_rank ? Align(tokens * spec.latent_dim * sizeof(uint16_t)) : 0);
+    slice_bytes = Align(tokens * SliceColumns(spec) * sizeof(uint16_t));
     bytes = slices + num_remote * slice_bytes;
   }
 };
@@ -56,8 +64,10 @@ std::string List(const std::vector<std::string>& items) {
 
 std::string Describe(const CallKey& key, int64_t tokens) {
   char text[160];
-  std::snprintf(text, sizeof(text), "call %llu of site %llu in launch %lld of program %08llx with "
-                "%lld tokens", static_cast<unsigned long long>(key.count),
+  std::snprintf(text, sizeof(text),
+                "call %llu of site %llu in launch %lld of program %08llx with "
+                "%lld tokens",
+                static_cast<unsigned long long>(key.count),
                 static_cast<unsigned long long>(key.site), static_cast<long long>(key.run),
                 static_cast<unsigned long long>(key.program & 0xFFFFFFFF),
                 static_cast<long long>(tokens));
@@ -104,7 +114,7 @@ class Group {
     int64_t tokens = 0;
     Entry* entry = nullptr;
     uint64_t number = 0;
-    const uint16_t* rows = nullptr;  // contribution [M, L]
+    const uint16_t* rows = nullptr;  // the common ones
   };
 
   struct Call {
@@ -113,9 +123,9 @@ class Group {
     State state = kPending;
     bool disputed = false;  // never to be run
     int64_t tokens = 0;
-    int num_local = 0;        // arrived
-    int num_local_ready = 0;  // and with their data where peers can read it
-    Clock::time_point since;  // arrival of the first local rank
+    int num_local = 0;              // arrived
+    int num_local_ready = 0;        // and with their data where peers can read it
+    Clock::time_point since;        // arrival of the first local rank
     std::vector<Arrival> arrivals;  // of local ranks, in order
     std::vector<Source> sources;    // of all ranks
     // Work on the call once all have come. Threads that help hold a reference each.
@@ -175,6 +185,7 @@ class Group {
   void DoToken(Call* call, int64_t token);
   void DoRow(Call* call, int64_t token);
   void DoShard(Call* call, int64_t local);
+  void DoGather(Call* call, int64_t local);
   bool RowsDone(Call* call) const;
   bool AwaitRows(Call* call);
   void Finish(Call* call, std::vector<Pool::Job>* completions);
@@ -187,7 +198,7 @@ class Group {
   std::vector<int64_t> local_index_;  // of each rank among them, or -1
   std::vector<int32_t> peers_;        // other processes of the group
   uint32_t num_processes_ = 1;
-  GroupWords* words_ = nullptr;  // null if the group is within this process
+  GroupWords* words_ = nullptr;                    // null if the group is within this process
   std::vector<std::vector<int64_t>> slice_index_;  // [rank][destination] in its slab, or -1
   std::vector<int64_t> num_remote_;                // [rank] ranks of other processes
   std::vector<uint64_t> arena_bytes_;              // [rank] without the reserve
@@ -301,8 +312,8 @@ std::optional<Failure> Group::Admit(Call* call, int64_t rank, int64_t tokens) {
   Source& source = call->sources[rank];
   if (source.announced) {
     call->disputed = true;
-    return Failure{Failure::kDisagreement, "rank " + Name(rank) + " came twice to " +
-                                               Describe(call->key, tokens)};
+    return Failure{Failure::kDisagreement,
+                   "rank " + Name(rank) + " came twice to " + Describe(call->key, tokens)};
   }
   source.announced = true;
   source.tokens = tokens;
@@ -315,8 +326,8 @@ std::optional<Failure> Group::Admit(Call* call, int64_t rank, int64_t tokens) {
     sides.push_back("rank " + Name(other) + " has " + std::to_string(call->sources[other].tokens) +
                     " tokens");
   }
-  return Failure{Failure::kDisagreement, "ranks disagree in " + Describe(call->key, tokens) +
-                                             ": " + List(sides)};
+  return Failure{Failure::kDisagreement,
+                 "ranks disagree in " + Describe(call->key, tokens) + ": " + List(sides)};
 }
 
 void Group::Arrive(int64_t rank, const CallKey& key, const Buffers& buffers, Done done) {
@@ -420,13 +431,12 @@ std::optional<Failure> Group::Abandoned() {
     for (int64_t rank = 0; rank < tp(); ++rank) {
       if (local_index_[rank] >= 0) continue;
       const Source& source = call->sources[rank];
-      bool is_ready = source.announced && source.entry->stamp.load() ==
-                                              Entry::Stamp(source.number, Entry::kReady);
+      bool is_ready = source.announced &&
+                      source.entry->stamp.load() == Entry::Stamp(source.number, Entry::kReady);
       if (is_ready || owner_->bell(ProcessOf(rank)).left.load() == 0) continue;
       return Failure{Failure::kClosed, "process " + std::to_string(ProcessOf(rank)) +
                                            " closed its communicator; rank " + Name(rank) +
-                                           " did not come to " +
-                                           Describe(call->key, call->tokens)};
+                                           " did not come to " + Describe(call->key, call->tokens)};
     }
   }
   return std::nullopt;
@@ -578,29 +588,30 @@ void Group::Fill(Call* call, int64_t rank) {
   const Buffers& buffers = arrival.buffers;
   Source& source = call->sources[rank];
   int64_t tokens = source.tokens;
-  uint16_t* contribution = nullptr;
+  uint16_t* common = nullptr;
   if (words_) {
-    contribution = const_cast<uint16_t*>(source.rows);
+    common = const_cast<uint16_t*>(source.rows);
   } else {
     arrival.contribution.resize(tokens * spec_.latent_dim);
-    source.rows = contribution = arrival.contribution.data();
+    source.rows = common = arrival.contribution.data();
   }
   if (spec_.top_k > 0) {
     for (int64_t token = 0; token < tokens; ++token) {
       Finalize(buffers.rows, buffers.permuted_rows, buffers.weights + token * spec_.top_k,
                buffers.indices + token * spec_.top_k, spec_.top_k, spec_.latent_dim,
-               contribution + token * spec_.latent_dim);
+               common + token * spec_.latent_dim);
     }
-  } else if (spec_.latent_dim > 0) {
-    std::memcpy(contribution, buffers.rows, tokens * spec_.latent_dim * sizeof(uint16_t));
+  } else if (CommonColumns(spec_) > 0) {
+    std::memcpy(common, spec_.gathers ? buffers.x : buffers.rows,
+                tokens * CommonColumns(spec_) * sizeof(uint16_t));
   }
   if (!words_) return;
   Slab slab(spec_, tokens, rank == 0, num_remote_[rank]);
-  int64_t columns = spec_.hidden_dim ? spec_.shard_dim() : 0;
+  int64_t columns = SliceColumns(spec_);
   for (int64_t destination = 0; columns > 0 && destination < tp(); ++destination) {
     int64_t index = slice_index_[rank][destination];
     if (index < 0) continue;
-    char* slice = reinterpret_cast<char*>(contribution) + slab.slices + index * slab.slice_bytes;
+    char* slice = reinterpret_cast<char*>(common) + slab.slices + index * slab.slice_bytes;
     for (int64_t token = 0; token < tokens; ++token) {
       std::memcpy(slice + token * columns * sizeof(uint16_t),
                   buffers.shared + token * spec_.hidden_dim + destination * columns,
@@ -617,7 +628,12 @@ void Group::Fill(Call* call, int64_t rank) {
 
 void Group::Run(Call* call, int64_t arriving_rank, std::vector<Pool::Job>* completions) {
   int64_t num_local = static_cast<int64_t>(local_ranks_.size());
-  call->num_tasks = words_ ? (spec_.hidden_dim ? num_local : 0) : call->tokens;
+  call->num_tasks = call->tokens;
+  if (spec_.gathers) {
+    call->num_tasks = num_local;
+  } else if (words_) {
+    call->num_tasks = spec_.hidden_dim ? num_local : 0;
+  }
   call->tasks_begun.store(0, std::memory_order_relaxed);
   call->tasks_done.store(0, std::memory_order_relaxed);
   call->copies_left.store(static_cast<int>(num_local), std::memory_order_relaxed);
@@ -678,7 +694,9 @@ bool Group::Work(Call* call) {
   while (true) {
     int64_t task = call->tasks_begun.fetch_add(1, std::memory_order_relaxed);
     if (task >= call->num_tasks) return false;
-    if (words_) {
+    if (spec_.gathers) {
+      DoGather(call, task);
+    } else if (words_) {
       DoShard(call, task);
     } else {
       DoToken(call, task);
@@ -743,17 +761,37 @@ void Group::DoShard(Call* call, int64_t local) {
   for (int64_t token = 0; token < call->tokens; ++token) {
     for (int64_t rank = 0; rank < tp(); ++rank) {
       if (local_index_[rank] >= 0) {
-        rows[rank] = call->arrivals[local_index_[rank]].buffers.shared +
-                     token * spec_.hidden_dim + destination * columns;
+        rows[rank] = call->arrivals[local_index_[rank]].buffers.shared + token * spec_.hidden_dim +
+                     destination * columns;
       } else {
         Slab slab(spec_, call->tokens, rank == 0, num_remote_[rank]);
         const char* slices = reinterpret_cast<const char*>(call->sources[rank].rows) + slab.slices;
-        rows[rank] = reinterpret_cast<const uint16_t*>(
-                         slices + slice_index_[rank][destination] * slab.slice_bytes) +
+        rows[rank] = reinterpret_cast<const uint16_t*>(slices + slice_index_[rank][destination] *
+                                                                    slab.slice_bytes) +
                      token * columns;
       }
     }
     Sum(rows.data(), tp(), 0, columns, shard + token * columns);
+  }
+}
+
+// A local rank's whole result of a gather, wherever the others are. Each rank adds its own residual,
+// as in plain collectives: another process's is out of reach.
+void Group::DoGather(Call* call, int64_t local) {
+  const Buffers& own = call->arrivals[local].buffers;
+  int64_t columns = spec_.shard_dim();
+  for (int64_t rank = 0; rank < tp(); ++rank) {
+    int64_t index = local_index_[rank];
+    const uint16_t* x = index >= 0 ? call->arrivals[index].buffers.x : call->sources[rank].rows;
+    for (int64_t token = 0; token < call->tokens; ++token) {
+      const uint16_t* row = x + token * columns;
+      int64_t offset = token * spec_.hidden_dim + rank * columns;
+      if (spec_.has_residual) {
+        Add(row, own.residual + offset, columns, own.gathered + offset);
+      } else {
+        std::memcpy(own.gathered + offset, row, columns * sizeof(uint16_t));
+      }
+    }
   }
 }
 
@@ -762,7 +800,8 @@ bool Group::RowsDone(Call* call) const {
   return call->sources[0].entry->rows_done.load() == static_cast<uint32_t>(call->tokens);
 }
 
-// Other processes may still be at the last rows: looks a while, then leaves the call to the listener.
+// Other processes may still be at the last rows: looks a while, then leaves the call to the
+// listener.
 bool Group::AwaitRows(Call* call) {
   for (int spin = 0; spin < owner_->spins_ + 100; ++spin) {
     if (RowsDone(call)) return true;
@@ -933,8 +972,8 @@ uint64_t Hash(const Configuration& configuration) {
   for (uint64_t value :
        {uint64_t{sizeof(Entry)}, kLogEntries, static_cast<uint64_t>(spec.tp),
         static_cast<uint64_t>(spec.latent_dim), static_cast<uint64_t>(spec.hidden_dim),
-        static_cast<uint64_t>(spec.top_k), static_cast<uint64_t>(spec.max_tokens),
-        uint64_t{eps}, uint64_t{spec.fp32_internal}}) {
+        static_cast<uint64_t>(spec.top_k), static_cast<uint64_t>(spec.max_tokens), uint64_t{eps},
+        uint64_t{spec.fp32_internal}, uint64_t{spec.gathers}, uint64_t{spec.has_residual}}) {
     hash = Mix(hash, value);
   }
   for (int64_t device : configuration.devices) hash = Mix(hash, device);
@@ -1070,15 +1109,14 @@ int64_t Communicator::PositionOf(int64_t device) const {
   return -1;
 }
 
-void Communicator::Arrive(int64_t position, const CallKey& key, const Buffers& buffers,
-                          Done done) {
+void Communicator::Arrive(int64_t position, const CallKey& key, const Buffers& buffers, Done done) {
   std::optional<Failure> fault;
   if (IsForkedChild()) {
     fault = Failure{Failure::kForked, "the process was forked from one that uses JAX"};
   } else if (buffers.tokens > configuration_.spec.max_tokens) {
-    fault = Failure{Failure::kInvalid,
-                    std::to_string(buffers.tokens) + " tokens are more than max_tokens " +
-                        std::to_string(configuration_.spec.max_tokens)};
+    fault = Failure{Failure::kInvalid, std::to_string(buffers.tokens) +
+                                           " tokens are more than max_tokens " +
+                                           std::to_string(configuration_.spec.max_tokens)};
   }
   if (fault) {
     done(&*fault);

@@ -34,6 +34,7 @@ struct latent_tail_cpu_communicator {
   uint32_t fp32_internal;
   int32_t process;     // this one
   int32_t segment_fd;  // shared memory of latent_tail_cpu_segment_bytes zeros, or -1; stays open
+  uint32_t gathers, has_residual;
 };
 
 }  // extern "C"
@@ -56,9 +57,8 @@ class Registry {
 
   void Remove(const std::shared_ptr<Communicator>& communicator) {
     std::lock_guard<std::mutex> lock(mutex_);
-    communicators_.erase(
-        std::remove(communicators_.begin(), communicators_.end(), communicator),
-        communicators_.end());
+    communicators_.erase(std::remove(communicators_.begin(), communicators_.end(), communicator),
+                         communicators_.end());
   }
 
   // The latest of that description.
@@ -110,20 +110,21 @@ ffi::Error Arrive(CallSite* site, int64_t run, int32_t device, ffi::RemainingArg
   int64_t position = communicator ? communicator->PositionOf(device) : -1;
   if (position < 0) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      "latent_tail: no communicator for " + attributes->ToString() +
-                          " on device " + std::to_string(device) +
+                      "latent_tail: no communicator for " + attributes->ToString() + " on device " +
+                          std::to_string(device) +
                           ". A program that was compiled elsewhere, or before latent_tail.close, "
                           "needs latent_tail.prepare with the same arguments in every process "
                           "before it runs.");
   }
   CallKey key = site->Visit(position, run, communicator->spans_processes());
-  communicator->Arrive(position, key, *buffers, [promise = promise](const Failure* failure) mutable {
-    if (failure) {
-      promise.SetError(ToError(*failure));
-    } else {
-      promise.SetAvailable();
-    }
-  });
+  communicator->Arrive(position, key, *buffers,
+                       [promise = promise](const Failure* failure) mutable {
+                         if (failure) {
+                           promise.SetError(ToError(*failure));
+                         } else {
+                           promise.SetAvailable();
+                         }
+                       });
   return ffi::Error::Success();
 }
 
@@ -138,9 +139,15 @@ ffi::Future Execute(CallSite* site, ffi::RunId run, int32_t device, ffi::Remaini
 
 Configuration Decode(const latent_tail_cpu_communicator& declared) {
   Configuration configuration;
-  configuration.spec = {declared.tp,    declared.latent_dim, declared.hidden_dim,
-                        declared.top_k, declared.max_tokens, declared.eps,
-                        declared.fp32_internal != 0};
+  configuration.spec = {declared.tp,
+                        declared.latent_dim,
+                        declared.hidden_dim,
+                        declared.top_k,
+                        declared.max_tokens,
+                        declared.eps,
+                        declared.fp32_internal != 0,
+                        declared.gathers != 0,
+                        declared.has_residual != 0};
   configuration.devices.assign(declared.devices, declared.devices + declared.num_devices);
   configuration.processes.assign(declared.processes, declared.processes + declared.num_devices);
   configuration.process = declared.process;
@@ -165,9 +172,8 @@ void* Map(int fd, int64_t bytes, std::string* fault) {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    latent_tail_cpu_instantiate, Instantiate,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(latent_tail_cpu_instantiate, Instantiate,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(latent_tail_cpu_execute, Execute,
                               ffi::Ffi::Bind()

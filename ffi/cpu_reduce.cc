@@ -20,7 +20,9 @@ namespace {
 class FlushSubnormals {
  public:
 #if defined(__x86_64__)
-  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kSubnormalsAreZero); }
+  FlushSubnormals() : saved_(_mm_getcsr()) {
+    _mm_setcsr(saved_ | kFlushToZero | kSubnormalsAreZero);
+  }
   ~FlushSubnormals() { _mm_setcsr(saved_); }
 
  private:
@@ -86,14 +88,30 @@ LATENT_TAIL_INLINE void OrderedSum(const uint16_t* const* rows, int64_t num_rows
   for (int64_t n = 0; n < num_rows; n += 8) {
     const uint16_t* const* some = rows + n;
     switch (std::min<int64_t>(num_rows - n, 8)) {
-      case 1: Accumulate<1>(some, n == 0, first, columns, total); break;
-      case 2: Accumulate<2>(some, n == 0, first, columns, total); break;
-      case 3: Accumulate<3>(some, n == 0, first, columns, total); break;
-      case 4: Accumulate<4>(some, n == 0, first, columns, total); break;
-      case 5: Accumulate<5>(some, n == 0, first, columns, total); break;
-      case 6: Accumulate<6>(some, n == 0, first, columns, total); break;
-      case 7: Accumulate<7>(some, n == 0, first, columns, total); break;
-      default: Accumulate<8>(some, n == 0, first, columns, total); break;
+      case 1:
+        Accumulate<1>(some, n == 0, first, columns, total);
+        break;
+      case 2:
+        Accumulate<2>(some, n == 0, first, columns, total);
+        break;
+      case 3:
+        Accumulate<3>(some, n == 0, first, columns, total);
+        break;
+      case 4:
+        Accumulate<4>(some, n == 0, first, columns, total);
+        break;
+      case 5:
+        Accumulate<5>(some, n == 0, first, columns, total);
+        break;
+      case 6:
+        Accumulate<6>(some, n == 0, first, columns, total);
+        break;
+      case 7:
+        Accumulate<7>(some, n == 0, first, columns, total);
+        break;
+      default:
+        Accumulate<8>(some, n == 0, first, columns, total);
+        break;
     }
   }
 }
@@ -138,15 +156,15 @@ LATENT_TAIL_INLINE void SumAndNormBody(const uint16_t* const* rows, int64_t num_
                                        const uint16_t* gamma, int64_t columns, float eps,
                                        bool fp32_internal, float* x, uint16_t* __restrict out) {
   OrderedSum(rows, num_rows, 0, columns, x);
-  float square_sum = fp32_internal ? RoundAndSumSquares<true>(columns, x)
-                                   : RoundAndSumSquares<false>(columns, x);
+  float square_sum =
+      fp32_internal ? RoundAndSumSquares<true>(columns, x) : RoundAndSumSquares<false>(columns, x);
   float inverse_rms = 1.0f / std::sqrt(square_sum / static_cast<float>(columns) + eps);
   for (int64_t c = 0; c < columns; ++c) out[c] = ToBf16(x[c] * inverse_rms * ToFloat(gamma[c]));
 }
 
 LATENT_TAIL_INLINE void FinalizeBody(const uint16_t* permuted, int64_t permuted_rows,
-                                     const uint16_t* weights, const int32_t* indices,
-                                     int64_t top_k, int64_t columns, float* __restrict total,
+                                     const uint16_t* weights, const int32_t* indices, int64_t top_k,
+                                     int64_t columns, float* __restrict total,
                                      uint16_t* __restrict out) {
   std::fill_n(total, columns, 0.0f);
   for (int64_t k = 0; k < top_k; ++k) {
@@ -162,6 +180,11 @@ LATENT_TAIL_INLINE void FinalizeBody(const uint16_t* permuted, int64_t permuted_
   for (int64_t c = 0; c < columns; ++c) out[c] = ToBf16(total[c]);
 }
 
+LATENT_TAIL_INLINE void AddBody(const uint16_t* left, const uint16_t* right, int64_t columns,
+                                uint16_t* __restrict out) {
+  for (int64_t c = 0; c < columns; ++c) out[c] = ToBf16(ToFloat(left[c]) + ToFloat(right[c]));
+}
+
 // Table of the bodies compiled for one instruction set.
 struct Functions {
   decltype(&Sum) sum;
@@ -169,24 +192,29 @@ struct Functions {
                        float*, uint16_t*);
   void (*finalize)(const uint16_t*, int64_t, const uint16_t*, const int32_t*, int64_t, int64_t,
                    float*, uint16_t*);
+  decltype(&Add) add;
 };
 
-#define LATENT_TAIL_FUNCTIONS(NAME, TARGET)                                                       \
-  TARGET void Sum##NAME(const uint16_t* const* rows, int64_t num_rows, int64_t first,             \
-                        int64_t columns, uint16_t* out) {                                         \
-    SumBody(rows, num_rows, first, columns, out);                                                 \
-  }                                                                                               \
-  TARGET void SumAndNorm##NAME(const uint16_t* const* rows, int64_t num_rows,                     \
-                               const uint16_t* gamma, int64_t columns, float eps,                 \
-                               bool fp32_internal, float* x, uint16_t* out) {                     \
-    SumAndNormBody(rows, num_rows, gamma, columns, eps, fp32_internal, x, out);                   \
-  }                                                                                               \
-  TARGET void Finalize##NAME(const uint16_t* permuted, int64_t permuted_rows,                     \
-                             const uint16_t* weights, const int32_t* indices, int64_t top_k,      \
-                             int64_t columns, float* total, uint16_t* out) {                      \
-    FinalizeBody(permuted, permuted_rows, weights, indices, top_k, columns, total, out);          \
-  }                                                                                               \
-  constexpr Functions k##NAME = {Sum##NAME, SumAndNorm##NAME, Finalize##NAME};
+#define LATENT_TAIL_FUNCTIONS(NAME, TARGET)                                                  \
+  TARGET void Sum##NAME(const uint16_t* const* rows, int64_t num_rows, int64_t first,        \
+                        int64_t columns, uint16_t* out) {                                    \
+    SumBody(rows, num_rows, first, columns, out);                                            \
+  }                                                                                          \
+  TARGET void SumAndNorm##NAME(const uint16_t* const* rows, int64_t num_rows,                \
+                               const uint16_t* gamma, int64_t columns, float eps,            \
+                               bool fp32_internal, float* x, uint16_t* out) {                \
+    SumAndNormBody(rows, num_rows, gamma, columns, eps, fp32_internal, x, out);              \
+  }                                                                                          \
+  TARGET void Finalize##NAME(const uint16_t* permuted, int64_t permuted_rows,                \
+                             const uint16_t* weights, const int32_t* indices, int64_t top_k, \
+                             int64_t columns, float* total, uint16_t* out) {                 \
+    FinalizeBody(permuted, permuted_rows, weights, indices, top_k, columns, total, out);     \
+  }                                                                                          \
+  TARGET void Add##NAME(const uint16_t* left, const uint16_t* right, int64_t columns,        \
+                        uint16_t* out) {                                                     \
+    AddBody(left, right, columns, out);                                                      \
+  }                                                                                          \
+  constexpr Functions k##NAME = {Sum##NAME, SumAndNorm##NAME, Finalize##NAME, Add##NAME};
 
 LATENT_TAIL_FUNCTIONS(Baseline, )
 #if defined(__x86_64__)
@@ -231,8 +259,13 @@ void Sum(const uint16_t* const* rows, int64_t num_rows, int64_t first, int64_t c
 void SumAndNorm(const uint16_t* const* rows, int64_t num_rows, const uint16_t* gamma,
                 int64_t columns, float eps, bool fp32_internal, uint16_t* out) {
   FlushSubnormals flush;
-  BestFunctions().sum_and_norm(rows, num_rows, gamma, columns, eps, fp32_internal,
-                               Scratch(columns), out);
+  BestFunctions().sum_and_norm(rows, num_rows, gamma, columns, eps, fp32_internal, Scratch(columns),
+                               out);
+}
+
+void Add(const uint16_t* left, const uint16_t* right, int64_t columns, uint16_t* out) {
+  FlushSubnormals flush;
+  BestFunctions().add(left, right, columns, out);
 }
 
 }  // namespace latent_tail::cpu

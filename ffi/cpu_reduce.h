@@ -25,6 +25,10 @@ void Sum(const uint16_t* const* rows, int64_t num_rows, int64_t first, int64_t c
 void SumAndNorm(const uint16_t* const* rows, int64_t num_rows, const uint16_t* gamma,
                 int64_t columns, float eps, bool fp32_internal, uint16_t* out);
 
+// out[c] = bf16 of the fp32 sum left[c] + right[c]; where both are -0, so is it. `out` may not
+// alias them.
+void Add(const uint16_t* left, const uint16_t* right, int64_t columns, uint16_t* out);
+
 }  // namespace latent_tail::cpu
 
 #endif  // JAX_LATENT_TAIL_CPU_REDUCE_H_

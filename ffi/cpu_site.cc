@@ -36,6 +36,7 @@ uint64_t Content(const Attributes& attributes) {
   uint32_t eps;
   std::memcpy(&eps, &spec.eps, sizeof(eps));
   uint64_t hash = Mix(eps, spec.fp32_internal);
+  hash = Mix(Mix(hash, spec.gathers), spec.has_residual);
   for (int64_t value : {spec.tp, spec.latent_dim, spec.hidden_dim, spec.top_k, spec.max_tokens}) {
     hash = Mix(hash, static_cast<uint64_t>(value));
   }

@@ -107,6 +107,8 @@ class _CpuCommunicator(ctypes.Structure):
         ("fp32_internal", ctypes.c_uint32),
         ("process", ctypes.c_int32),
         ("segment_fd", ctypes.c_int32),
+        ("gathers", ctypes.c_uint32),
+        ("has_residual", ctypes.c_uint32),
     ]
 
 
@@ -382,6 +384,8 @@ def _cpu_communicator(
         fp32_internal=spec.fp32_internal,
         process=process,
         segment_fd=segment_fd,
+        gathers=spec.gathers,
+        has_residual=spec.has_residual,
     )
 
 

@@ -15,6 +15,8 @@ import jax_latent_tail as latent_tail
 
 TP, TOKENS, LATENT, HIDDEN = 4, 5, 24, 32
 
+both_implementations = pytest.mark.usefixtures("implementation")
+
 gather = functools.partial(latent_tail.all_gather_add, axis_name="tp")
 moe_tail = functools.partial(latent_tail.moe_tail, axis_name="tp", eps=1e-3)
 
@@ -38,6 +40,7 @@ def random_columns(seed=0):
     return normal(rng, TOKENS, HIDDEN), normal(rng, TOKENS, HIDDEN)
 
 
+@both_implementations
 @pytest.mark.smoke
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_gathers_columns_and_adds_the_residual_with_one_rounding(tp):
@@ -49,6 +52,7 @@ def test_gathers_columns_and_adds_the_residual_with_one_rounding(tp):
         np.testing.assert_array_equal(rank.view(np.uint16), expected.view(np.uint16))
 
 
+@both_implementations
 def test_without_a_residual_the_bits_are_those_of_the_columns():
     x, _ = random_columns()
     x[0, :4] = [np.nan, -0.0, np.inf, 1e-40]
@@ -57,6 +61,7 @@ def test_without_a_residual_the_bits_are_those_of_the_columns():
     np.testing.assert_array_equal(actual.view(np.uint16), x.view(np.uint16))
 
 
+@both_implementations
 def test_gathers_within_groups_of_a_larger_mesh():
     mesh = make_mesh((2, TP), ("dp", "tp"))
     x, residual = random_columns()
@@ -67,6 +72,7 @@ def test_gathers_within_groups_of_a_larger_mesh():
     np.testing.assert_array_equal(actual.view(np.uint16), expected.view(np.uint16))
 
 
+@both_implementations
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 2)])
 def test_vmap_of_all_gather_add(in_axes):
     x, residual = random_columns()
@@ -85,6 +91,7 @@ def test_vmap_of_all_gather_add(in_axes):
         )
 
 
+@both_implementations
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_all_gather_add(check_vma):
     x, residual = map(jnp.asarray, random_columns())
@@ -113,6 +120,7 @@ def call_of(inputs, w_up, residual):
     return inputs.routed, shared, jnp.asarray(inputs.gamma), w_up, residual
 
 
+@both_implementations
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_moe_tail_is_its_three_steps(top_k):
     inputs, w_up, residual = moe_inputs(top_k)
@@ -132,6 +140,7 @@ def test_moe_tail_is_its_three_steps(top_k):
     np.testing.assert_allclose(actual[0].astype(np.float64), expected, rtol=2**-7, atol=2**-6)
 
 
+@both_implementations
 def test_gradient_of_moe_tail():
     inputs, w_up, residual = moe_inputs()
     arguments = call_of(inputs, w_up, residual)
@@ -193,6 +202,7 @@ def test_a_w_up_of_another_shape():
         jax.eval_shape(sharded_moe_tail(), *call_of(inputs, w_up[:-1], residual))
 
 
+@both_implementations
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_no_tokens_survive_differentiation(top_k):
     inputs = random_inputs(5, TP, 0, LATENT, HIDDEN, top_k=top_k, num_rows=3)

@@ -32,15 +32,15 @@
 namespace latent_tail::cpu {
 namespace {
 
-#define CHECK(condition, ...)                                   \
-  do {                                                          \
-    if (!(condition)) {                                         \
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
       std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::fprintf(stderr, __VA_ARGS__);                        \
-      std::fprintf(stderr, "\n");                               \
-      std::fflush(nullptr);                                     \
-      _exit(1);                                                 \
-    }                                                           \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::fflush(nullptr);                                                \
+      _exit(1);                                                            \
+    }                                                                      \
   } while (false)
 
 float FromBf16(uint16_t word) {
@@ -57,9 +57,7 @@ uint16_t ToBf16(double value) {  // of values that fp32 holds exactly
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-int64_t Ordinal(uint16_t word) {
-  return (word & 0x8000) ? -int64_t{word & 0x7FFF} : int64_t{word};
-}
+int64_t Ordinal(uint16_t word) { return (word & 0x8000) ? -int64_t{word & 0x7FFF} : int64_t{word}; }
 
 uint64_t Hash(std::initializer_list<uint64_t> values) {
   uint64_t hash = 0x243F6A8885A308D3;
@@ -73,13 +71,14 @@ uint64_t Hash(std::initializer_list<uint64_t> values) {
 // Integers of magnitude 1..8, so that sums over ranks are exact and an absent or foreign summand
 // shows.
 float Value(const CallKey& key, uint64_t what, uint64_t rank, uint64_t element) {
-  uint64_t hash = Hash({static_cast<uint64_t>(key.run), key.program, key.site, key.count, what,
-                        rank, element});
+  uint64_t hash =
+      Hash({static_cast<uint64_t>(key.run), key.program, key.site, key.count, what, rank, element});
   float magnitude = 1 + static_cast<float>(hash % 8);
   return (hash >> 20) & 1 ? magnitude : -magnitude;
 }
 
-// Threads for the ranks' own first steps, as few as the scenario says: XLA's may be fewer than ranks.
+// Threads for the ranks' own first steps, as few as the scenario says: XLA's may be fewer than
+// ranks.
 class Threads {
  public:
   explicit Threads(int count) {
@@ -121,18 +120,20 @@ struct Scenario {
   int groups = 1;
   int tp = 2;
   int processes = 1;
-  bool fork = false;     // processes are processes; else they share this one and its memory
+  bool fork = false;  // processes are processes; else they share this one and its memory
   int64_t latent_dim = 24;
   int64_t shard_dim = 8;  // 0 for no shared half
   int64_t top_k = 0;
   bool fp32_internal = false;
+  bool gathers = false;  // all_gather_add in place of the tail
+  bool has_residual = false;
   int64_t max_tokens = 8;
   bool always_max_tokens = false;
   int launches = 10;
   int branches = 4;
   int chain = 3;
   int threads = 2;
-  bool ranks_block = false;  // each chain ends where all local ranks wait for each other
+  bool ranks_block = false;      // each chain ends where all local ranks wait for each other
   bool processes_block = false;  // or those of all processes do
   bool delays = false;
   double deadline_s = 100;
@@ -145,7 +146,7 @@ struct Scenario {
 };
 
 struct Buffer {
-  std::vector<uint16_t> rows, weights, gamma, shared, latent, shard;
+  std::vector<uint16_t> rows, weights, gamma, shared, latent, shard, x, residual, gathered;
   std::vector<int32_t> indices;
 };
 
@@ -171,12 +172,14 @@ class Process {
   static Configuration Configure(const Scenario& scenario) {
     Configuration configuration;
     configuration.spec.tp = scenario.tp;
-    configuration.spec.latent_dim = scenario.latent_dim;
+    configuration.spec.latent_dim = scenario.gathers ? 0 : scenario.latent_dim;
     configuration.spec.hidden_dim = scenario.shard_dim * scenario.tp;
     configuration.spec.top_k = scenario.top_k;
     configuration.spec.max_tokens = scenario.max_tokens;
     configuration.spec.eps = 1e-6f;
     configuration.spec.fp32_internal = scenario.fp32_internal;
+    configuration.spec.gathers = scenario.gathers;
+    configuration.spec.has_residual = scenario.has_residual;
     configuration.deadline_s = scenario.deadline_s;
     for (int device = 0; device < scenario.groups * scenario.tp; ++device) {
       configuration.devices.push_back(100 + device);
@@ -269,6 +272,8 @@ class Rank {
       buffer->shared.resize(buffer->rows.size() * scenario_.tp * scenario_.shard_dim + 1000);
       buffers.rows = buffer->rows.data();
       buffers.shared = buffer->shared.data();
+      buffer->x.resize(std::max<size_t>(buffer->x.size(), 2 * scenario_.shard_dim));
+      buffers.x = buffer->x.data();
     }
     process_->communicator_->Arrive(
         position_, key, buffers,
@@ -319,8 +324,8 @@ class Rank {
     });
   }
 
-  // As gloo would: blocks the thread until the ranks of all processes are here, which other calls of
-  // the same processes may have to bring.
+  // As gloo would: blocks the thread until the ranks of all processes are here, which other calls
+  // of the same processes may have to bring.
   void MeetEverywhere(int launch, int branch) {
     std::atomic<int>& here = process_->meetings_of_all_[launch * scenario_.branches + branch];
     here.fetch_add(1);
@@ -336,6 +341,23 @@ class Rank {
     int64_t hidden = scenario_.shard_dim * scenario_.tp;
     Buffers buffers;
     buffers.tokens = tokens;
+    if (scenario_.gathers) {
+      buffer->x.resize(tokens * scenario_.shard_dim);
+      for (int64_t i = 0; i < tokens * scenario_.shard_dim; ++i) {
+        buffer->x[i] = ToBf16(Value(key, 5, rank(), i));
+      }
+      buffers.x = buffer->x.data();
+      if (scenario_.has_residual) {
+        buffer->residual.resize(tokens * hidden);
+        for (int64_t i = 0; i < tokens * hidden; ++i) {
+          buffer->residual[i] = ToBf16(Value(key, 6, 0, i));
+        }
+        buffers.residual = buffer->residual.data();
+      }
+      buffer->gathered.assign(tokens * hidden, 0x7FC0);
+      buffers.gathered = buffer->gathered.data();
+      return buffers;
+    }
     if (columns > 0) {
       int64_t num_rows = scenario_.top_k ? tokens * scenario_.top_k : tokens;
       buffer->rows.resize(num_rows * columns);
@@ -386,7 +408,24 @@ class Rank {
     return sum;
   }
 
+  void VerifyGather(const CallKey& key, const Buffer& buffer) {
+    int64_t shard = scenario_.shard_dim, hidden = shard * scenario_.tp;
+    for (int64_t i = 0; i < Tokens(key) * hidden; ++i) {
+      int64_t token = i / hidden, from = i % hidden / shard;
+      double sum = Value(key, 5, from, token * shard + i % shard);
+      if (scenario_.has_residual) sum += Value(key, 6, 0, i);
+      CHECK(ToBf16(sum) == buffer.gathered[i],
+            "%s: gathered[%ld, %ld] of rank %ld in launch %ld, site %lu, call %lu is %g, not %g",
+            scenario_.name.c_str(), token, i % hidden, rank(), key.run, key.site, key.count,
+            FromBf16(buffer.gathered[i]), sum);
+    }
+  }
+
   void Verify(const CallKey& key, const Buffer& buffer) {
+    if (scenario_.gathers) {
+      VerifyGather(key, buffer);
+      return;
+    }
     int64_t tokens = Tokens(key), columns = scenario_.latent_dim, shard = scenario_.shard_dim;
     for (int64_t token = 0; token < tokens; ++token) {
       std::vector<double> x(columns);
@@ -523,8 +562,8 @@ void RunInThreads(const Scenario& scenario, uint64_t seed) {
   {
     std::vector<std::unique_ptr<Process>> processes;
     for (int index = 0; index < scenario.processes; ++index) {
-      processes.push_back(std::make_unique<Process>(scenario, index, segment.memory,
-                                                    Meetings(meetings), seed));
+      processes.push_back(
+          std::make_unique<Process>(scenario, index, segment.memory, Meetings(meetings), seed));
     }
     std::vector<std::thread> threads;
     for (auto& process : processes) threads.emplace_back([&process] { process->Run(); });
@@ -573,40 +612,61 @@ std::vector<Scenario> Scenarios() {
   auto over = [](int value) { return [=](Scenario& s) { s.processes = value; }; };
   auto forked = [](Scenario& s) { s.fork = true; };
   auto delays = [](Scenario& s) { s.delays = true; };
-  auto block = [](Scenario& s) { s.ranks_block = true; s.threads = 1; };
+  auto block = [](Scenario& s) {
+    s.ranks_block = true;
+    s.threads = 1;
+  };
   // Threads enough that none of the ranks' first steps waits for a blocked one.
   auto block_all = [](Scenario& s) {
-    s.processes_block = true; s.threads = s.branches * s.groups * s.tp;
+    s.processes_block = true;
+    s.threads = s.branches * s.groups * s.tp;
   };
   auto one_thread = [](Scenario& s) { s.threads = 1; };
   auto finalize = [](Scenario& s) { s.top_k = 4; };
   auto fp32 = [](Scenario& s) { s.fp32_internal = true; };
   auto latent_only = [](Scenario& s) { s.shard_dim = 0; };
   auto shared_only = [](Scenario& s) { s.latent_dim = 0; };
+  auto gather = [](Scenario& s) { s.gathers = true; };
+  auto gather_add = [](Scenario& s) { s.gathers = s.has_residual = true; };
   // Wide enough that other threads help.
   auto large = [](Scenario& s) {
-    s.latent_dim = 512; s.shard_dim = 512; s.max_tokens = 64; s.always_max_tokens = true;
-    s.launches = 3; s.branches = 2; s.chain = 2;
+    s.latent_dim = 512;
+    s.shard_dim = 512;
+    s.max_tokens = 64;
+    s.always_max_tokens = true;
+    s.launches = 3;
+    s.branches = 2;
+    s.chain = 2;
   };
   // Far more data than two of the largest calls is open at once.
   auto crowded = [](Scenario& s) {
-    s.branches = 30; s.chain = 2; s.always_max_tokens = true; s.launches = 4;
+    s.branches = 30;
+    s.chain = 2;
+    s.always_max_tokens = true;
+    s.launches = 4;
   };
   auto deserted = [](int rank) {
     return [=](Scenario& s) {
-      s.deserter = rank; s.fault_launch = 3; s.deadline_s = 0.4;
+      s.deserter = rank;
+      s.fault_launch = 3;
+      s.deadline_s = 0.4;
       s.expect = "rank " + std::to_string(rank) + " (device";
     };
   };
   auto left = [](int rank) {
     return [=](Scenario& s) {
-      s.deserter = rank; s.fault_launch = 3; s.leaves = true;
+      s.deserter = rank;
+      s.fault_launch = 3;
+      s.leaves = true;
       s.expect = "closed its communicator";
     };
   };
   auto lied = [](int rank) {
     return [=](Scenario& s) {
-      s.liar = rank; s.fault_launch = 2; s.deadline_s = 5; s.expect = "ranks disagree in";
+      s.liar = rank;
+      s.fault_launch = 2;
+      s.deadline_s = 5;
+      s.expect = "ranks disagree in";
     };
   };
 
@@ -621,6 +681,9 @@ std::vector<Scenario> Scenarios() {
   add("forked 2x1, finalize, fp32", over(2), forked, finalize, fp32);
   add("forked 4x1, crowded", tp(4), over(4), forked, crowded, delays);
   add("forked 2x2, large", tp(4), over(2), forked, large);
+  add("forked 4x1, gather", tp(4), over(4), forked, gather, delays);
+  add("forked 2x2, gather and add", tp(4), over(2), forked, gather_add, block_all, delays);
+  add("forked 4x1, gather, crowded", tp(4), over(4), forked, gather_add, crowded, delays);
   add("forked 4x1, rank missing", tp(4), over(4), forked, deserted(2));
   add("forked 2x2, rank missing", tp(4), over(2), forked, deserted(3));
   add("forked 4x1, process leaves", tp(4), over(4), forked, left(1));
@@ -637,6 +700,10 @@ std::vector<Scenario> Scenarios() {
   add("1x4, latent only", tp(4), latent_only);
   add("1x4, shared only", tp(4), shared_only);
   add("1x20", tp(20));
+  add("1x1, gather and add", tp(1), gather_add);
+  add("1x8, gather, blocking", tp(8), gather, block, delays);
+  add("1x8, gather and add", tp(8), gather_add, delays);
+  add("1x4, gather and add, large", tp(4), large, gather_add);
   add("1x4, rank missing", tp(4), deserted(1));
   add("1x4, tokens differ", tp(4), lied(3));
   add("2x1", over(2), delays);
@@ -649,6 +716,13 @@ std::vector<Scenario> Scenarios() {
   add("3x1, crowded", tp(3), over(3), crowded, delays);
   add("2x2, crowded", tp(4), over(2), crowded, block);
   add("2x2, large", tp(4), over(2), large);
+  add("2x1, gather", over(2), gather, delays);
+  add("4x1, gather and add", tp(4), over(4), gather_add, delays);
+  add("2x2, gather, large", tp(4), over(2), large, gather_add);
+  add("2x2 in groups of two, gather", tp(2), groups(2), over(2), gather, block);
+  add("3x1, gather, crowded", tp(3), over(3), crowded, gather, delays);
+  add("2x2, gather, rank missing", tp(4), over(2), gather, deserted(2));
+  add("2x2, gather, tokens differ", tp(4), over(2), gather_add, lied(2));
   add("3x1, rank missing", tp(3), over(3), deserted(0));
   add("2x2, tokens differ", tp(4), over(2), lied(2));
   return all;

@@ -149,6 +149,69 @@ def compiled_twice_without_a_run_in_one_process():
         print(error)
 
 
+def gathers():
+    """all_gather_add on each process's devices against NumPy, with specials and without."""
+    import functools
+
+    import jax
+    from harness import make_mesh
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from test_values_on_cpus import added, any_bits, check_bits
+
+    import jax_latent_tail as latent_tail
+
+    tp = jax.device_count()
+    mesh = make_mesh((tp,))
+    gather = functools.partial(latent_tail.all_gather_add, axis_name="tp", implementation="cpu")
+    plain = functools.partial(latent_tail.all_gather_add, axis_name="tp", implementation="xla")
+    for num_tokens, shard_dim in ((1, 3584), (8, 40), (128, 56)):
+        x, residual = any_bits(num_tokens, num_tokens, tp * shard_dim)
+        for arrays, expected in (((x,), x), ((x, residual), added(x, residual))):
+            specs = (P(None, "tp"), P())[: len(arrays)]
+            placed = [
+                jax.make_array_from_callback(
+                    array.shape, NamedSharding(mesh, spec), lambda index, array=array: array[index]
+                )
+                for array, spec in zip(arrays, specs, strict=True)
+            ]
+            for function in (gather, plain):
+                result = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P()))(
+                    *placed
+                )
+                for part in result.addressable_shards:
+                    check_bits(np.asarray(part.data), expected)
+    print("right")
+
+
+def gather_where_the_other_scatters():
+    """One process runs an all_gather_add, the other a reduce_scatter of the same sizes."""
+    import jax
+    from harness import make_mesh
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from ml_dtypes import bfloat16
+
+    import jax_latent_tail as latent_tail
+
+    tp = jax.device_count()
+    mesh = make_mesh((tp,))
+    options = {"axis_name": "tp", "implementation": "cpu"}
+    x = jax.make_array_from_callback(
+        (4, HIDDEN),
+        NamedSharding(mesh, P(None, "tp")),
+        lambda index: np.ones((4, HIDDEN), bfloat16)[index],
+    )
+    compiled = []
+    for function, spec in (
+        (lambda x: latent_tail.all_gather_add(x, **options), P()),
+        (lambda x: latent_tail.reduce_scatter(jax.numpy.tile(x, tp), **options), P(None, "tp")),
+    ):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P(None, "tp"), out_specs=spec)
+        compiled.append(jax.jit(mapped).lower(x).compile())
+    print(failure(compiled[jax.process_index()], x)[0])
+
+
 def run_in_different_order():
     import jax
 

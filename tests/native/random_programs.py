@@ -36,13 +36,12 @@ class Generator:
         return tuple(self.operation(depth) for _ in range(self.rng.integers(1, 5)))
 
     def operation(self, depth):
-        kinds = ["tail", "tail", "tail", "finalize", "scatter", "matmul", "psum"]
+        kinds = ["tail", "tail", "finalize", "scatter", "gather", "gather_add", "moe_tail"]
+        kinds += ["matmul", "psum"]
         if depth:
             kinds += ["scan", "cond"]
         kind = str(self.rng.choice(kinds))
-        if kind == "matmul":
-            return kind, int(self.rng.integers(1 << 30))
-        if kind == "finalize":
+        if kind in ("matmul", "finalize", "gather_add", "moe_tail"):
             return kind, int(self.rng.integers(1 << 30))
         if kind == "scan":
             return kind, int(self.rng.integers(1, 6)), self.chain(depth - 1)
@@ -51,8 +50,17 @@ class Generator:
         return (kind,)
 
 
-def matrix(seed, width):
-    return np.random.default_rng(seed).integers(-1, 2, (width, width)).astype(np.float32)
+def matrix(seed, height, width):
+    return np.random.default_rng(seed).integers(-1, 2, (height, width)).astype(np.float32)
+
+
+def residual(seed, num_tokens, width):
+    return np.random.default_rng(seed + 1).integers(-4, 4, (num_tokens, width)).astype(np.float32)
+
+
+def owned(tp, width):
+    """[tp, width]: each column is one rank's."""
+    return np.arange(width) % tp == np.arange(tp)[:, None]
 
 
 def slots(seed, num_tokens):
@@ -79,7 +87,7 @@ def step(operation, values, flag):
     latent_dim, _ = WIDTHS[tp]
     total = values.sum(axis=0)
     if kind == "matmul":
-        return wrap(values @ matrix(arguments[0], width))
+        return wrap(values @ matrix(arguments[0], width, width))
     if kind == "psum":
         return wrap(np.broadcast_to(total, values.shape))
     if kind == "scan":
@@ -88,6 +96,17 @@ def step(operation, values, flag):
         return values
     if kind == "cond":
         return interpret(arguments[0 if flag else 1], values, flag)
+    if kind in ("gather", "gather_add"):
+        gathered = values[:, :, : width // tp].swapaxes(0, 1).reshape(num_tokens, width)
+        if kind == "gather_add":
+            gathered = gathered + residual(arguments[0], num_tokens, width)
+        return wrap(gathered + values)
+    if kind == "moe_tail":
+        # Each column of the sum is one rank's 1 or -1, so that normalised rows are the same.
+        signs = np.where(values[:, :, :latent_dim] < 0, -1, 1)
+        latent = (signs * owned(tp, latent_dim)[:, None]).sum(axis=0)
+        output = latent @ matrix(arguments[0], latent_dim, width) + total
+        return wrap(output + residual(arguments[0], num_tokens, width) + values)
     shards = total.reshape(num_tokens, tp, -1).swapaxes(0, 1)
     scattered = np.tile(shards, tp)
     if kind == "scatter":
@@ -125,7 +144,7 @@ def trace_step(operation, value, flag):
         return lax.pcast(x, "tp", to="varying")
 
     if kind == "matmul":
-        weights = jnp.asarray(matrix(arguments[0], width), jnp.bfloat16)
+        weights = jnp.asarray(matrix(arguments[0], width, width), jnp.bfloat16)
         product = jnp.matmul(value, weights, preferred_element_type=jnp.float32)
         return wrap(product, jnp).astype(jnp.bfloat16)
     if kind == "psum":
@@ -145,14 +164,33 @@ def trace_step(operation, value, flag):
     if kind == "scatter":
         shard = latent_tail.reduce_scatter(value, **options)
         return wrap(jnp.tile(shard, tp), jnp)
+    if kind in ("gather", "gather_add"):
+        added = ()
+        if kind == "gather_add":
+            added = (jnp.asarray(residual(arguments[0], num_tokens, width), jnp.bfloat16),)
+        gathered = latent_tail.all_gather_add(value[:, : width // tp], *added, **options)
+        return wrap(varying(gathered) + value, jnp)
     routed = value[:, :latent_dim]
+    gamma = jnp.ones(latent_dim, jnp.bfloat16)
+    if kind == "moe_tail":
+        rank = lax.axis_index("tp")
+        signs = jnp.where(routed < 0, -1, 1) * jnp.asarray(owned(tp, latent_dim))[rank]
+        weights = matrix(arguments[0], latent_dim, width).reshape(latent_dim, tp, -1)
+        output = latent_tail.moe_tail(
+            signs.astype(jnp.bfloat16),
+            value,
+            gamma,
+            jnp.asarray(weights, jnp.bfloat16)[:, rank],
+            jnp.asarray(residual(arguments[0], num_tokens, width), jnp.bfloat16),
+            **options,
+        )
+        return wrap(varying(output) + value, jnp)
     if kind == "finalize":
         weights, indices = slots(arguments[0], num_tokens)
         permuted = jnp.concatenate([routed, -routed, jnp.full_like(routed[:1], jnp.nan)])
         routed = latent_tail.Unfinalized(
             permuted, jnp.asarray(weights, jnp.bfloat16), jnp.asarray(indices)
         )
-    gamma = jnp.ones(latent_dim, jnp.bfloat16)
     latent, shard = latent_tail.fused(routed, value, gamma, **options)
     signs = varying(jnp.tile(jnp.sign(latent), width // latent_dim))
     return wrap(signs + jnp.tile(shard, tp), jnp)

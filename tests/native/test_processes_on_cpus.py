@@ -31,6 +31,17 @@ def test_what_a_process_compiles_does_not_disturb_the_others(name, devices):
     assert all(output.endswith("right\n") for output in outputs)
 
 
+@pytest.mark.parametrize(("num_processes", "devices"), [(2, 1), (2, 2), (4, 1)])
+def test_all_gather_add(num_processes, devices):
+    outputs = start("gathers", num_processes=num_processes, devices=devices)
+    assert all(output.endswith("right\n") for output in outputs)
+
+
+def test_a_gather_does_not_meet_a_scatter_of_its_sizes():
+    for output in start("gather_where_the_other_scatters", deadline_s=1):
+        assert "has not come to call 0" in output
+
+
 def test_calls_that_cannot_be_told_apart_give_no_wrong_number():
     for output in start("compiled_twice_without_a_run_in_one_process", deadline_s=1):
         assert "has not come to call 0" in output or output.endswith("right\n")

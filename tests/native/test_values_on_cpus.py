@@ -1,11 +1,16 @@
 """The native calls on CPUs against the oracle, and bit for bit against the reference."""
 
+import functools
+
 import harness
+import jax
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 
+import jax_latent_tail as latent_tail
 from jax_latent_tail import choice
 
 SHAPES = [  # tp, M, L, H / tp
@@ -114,6 +119,107 @@ def test_subnormal_inputs_give_what_the_reference_gives():
     plain = harness.fused(inputs, implementation="xla")
     np.testing.assert_array_equal(native[1].astype(np.float32), plain[1].astype(np.float32))
     assert oracle.ulps(native[0], plain[0]).max() <= 1
+
+
+def gathered(tp, implementation, x, *residual):
+    """Each rank's all_gather_add [tp, M, H] of columns that are x [M, H] together."""
+    mesh = harness.make_mesh((tp,))
+    gather = functools.partial(
+        latent_tail.all_gather_add, axis_name="tp", implementation=implementation
+    )
+    specs = (P(None, "tp"), P())[: 1 + len(residual)]
+    program = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=P()))
+    return harness.per_rank(program(x, *residual), mesh)
+
+
+def any_bits(seed, num_tokens, hidden_dim):
+    """Two arrays [M, H]: pairs of special values, then any words but subnormals and other NaNs."""
+    special = [0, 0x80, 0x3F80, 0x7F7F, 0x7F80, 0x7FC0]  # smallest normal, 1, largest, inf, NaN
+    special = np.uint16([sign | word for word in special for sign in (0, 0x8000)])
+    words = np.random.default_rng(seed).integers(0, 1 << 16, (2, num_tokens * hidden_dim))
+    words = words.astype(np.uint16)
+    words[words & 0x7F80 == 0] &= 0x8000
+    words[words & 0x7FFF > 0x7F80] = 0x7FC0  # plain collectives keep no other
+    count = min(len(special) ** 2, words.shape[1])
+    words[:, :count] = np.stack(np.meshgrid(special, special)).reshape(2, -1)[:, :count]
+    return words.reshape(2, num_tokens, hidden_dim).view(bfloat16)
+
+
+def added(x, residual):
+    """The bf16 of the fp32 sum, subnormal ones flushed."""
+    with np.errstate(all="ignore"):
+        total = x.astype(np.float32) + residual.astype(np.float32)
+        is_subnormal = np.abs(total) < np.finfo(np.float32).tiny
+        return np.where(is_subnormal, np.copysign(0, total), total).astype(bfloat16)
+
+
+def check_bits(actual, expected):
+    """Equal bits, or NaN in the same places."""
+    same = (actual.view(np.uint16) == expected.view(np.uint16)) | (
+        np.isnan(actual) & np.isnan(expected)
+    )
+    assert same.all(), (actual[~same][:5], expected[~same][:5])
+
+
+GATHERS = [  # tp, M, H / tp
+    (1, 3, 64),
+    (2, 1, 3584),
+    (2, 8, 3584),
+    (3, 5, 56),
+    (8, 1, 896),
+    (8, 13, 40),
+    (8, 128, 896),
+]
+
+
+@pytest.mark.parametrize(("tp", "num_tokens", "shard_dim"), GATHERS)
+def test_all_gather_add(tp, num_tokens, shard_dim):
+    x, residual = any_bits(tp, num_tokens, tp * shard_dim)
+    for implementation in ("cpu", "xla"):
+        for rank in gathered(tp, implementation, x, residual):
+            check_bits(rank, added(x, residual))
+
+
+@pytest.mark.parametrize(("tp", "num_tokens", "shard_dim"), GATHERS)
+def test_all_gather_without_a_residual_copies_bits(tp, num_tokens, shard_dim):
+    x, _ = any_bits(tp, num_tokens, tp * shard_dim)
+    x.view(np.uint16)[0, :3] = 0x7FA5, 0xFFA5, 0x8001  # signalling NaNs, a subnormal
+    for rank in gathered(tp, "cpu", x):
+        np.testing.assert_array_equal(rank.view(np.uint16), x.view(np.uint16))
+
+
+def test_all_gather_add_of_subnormals_gives_what_the_reference_gives():
+    words = np.random.default_rng(0).integers(0, 0x80, (2, 4, 64)).astype(np.uint16)
+    words |= np.random.default_rng(1).choice(np.uint16([0, 0x8000]), words.shape)
+    x, residual = words.view(bfloat16)
+    check_bits(gathered(8, "cpu", x, residual), gathered(8, "xla", x, residual))
+
+
+def test_a_gather_is_not_taken_for_a_tail_of_its_sizes_nor_for_one_with_a_residual():
+    """All in one program, whose calls have descriptions that differ in the kind alone."""
+    tp, num_tokens, hidden_dim = 4, 8, 64
+    rng = np.random.default_rng(12)
+    x, residual, shared = rng.integers(-4, 4, (3, num_tokens, hidden_dim)).astype(np.float32)
+    mesh = harness.make_mesh((tp,))
+    options = {"axis_name": "tp", "implementation": "cpu"}
+
+    def calls(x, residual, shared):
+        return (
+            latent_tail.all_gather_add(x, **options),
+            latent_tail.reduce_scatter(shared, **options),
+            latent_tail.all_gather_add(x, residual, **options),
+        )
+
+    out_specs = (P(), P(None, "tp"), P())
+    program = jax.jit(
+        jax.shard_map(calls, mesh=mesh, in_specs=(P(None, "tp"), P(), P()), out_specs=out_specs)
+    )
+    for expected, actual in zip(
+        (x, tp * shared, x + residual),
+        program(*(array.astype(bfloat16) for array in (x, residual, shared))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(actual, np.float32), expected)
 
 
 @pytest.mark.smoke
