@@ -30,6 +30,8 @@ def latent_tail(
     spec: TailSpec, axis_name: AxisName, operands: Operands, implementation: str | None = None
 ) -> list[jax.Array]:
     """Arguments and results as for `reference.tail`; `implementation` as for `api.fused`."""
+    if spec.top_k is not None and operands.rows.shape[0] == 0:
+        operands = operands._replace(rows=_one_row_of_nan(operands.rows))
     arrays = operands.present()
     params = {"spec": spec, "axis_name": axis_name, "implementation": implementation}
     types = _latent_tail_types(*map(jax.typeof, arrays), **params)
@@ -51,6 +53,16 @@ def all_gather_add(
     if result.shape[0] == 0:
         return _no_rows(result)
     return all_gather_add_p.bind(*arrays, **params)
+
+
+def _one_row_of_nan(rows: jax.Array) -> jax.Array:
+    """Serves as well as no expert row: an index that is not negative gives NaN either way.
+
+    XLA gathers from at least one row, and jaxlib 0.11.2 crashes on a custom call's empty operand.
+    """
+    varying = tuple(sorted(jax.typeof(rows).manual_axis_type.varying))
+    row = jnp.full((1, rows.shape[1]), jnp.nan, rows.dtype)
+    return lax.pcast(row, varying, to="varying")
 
 
 def _no_rows(result: Any) -> jax.Array:

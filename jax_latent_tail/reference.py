@@ -134,9 +134,6 @@ def _finalize(operands: Operands) -> jax.Array:
 
 def _take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     """rows[index], where a row that does not exist is NaN: a caller's error must show."""
-    num_rows, columns = rows.shape
-    if num_rows == 0:  # XLA's gather wants at least one
-        return jnp.full((index.shape[0], columns), jnp.nan, rows.dtype)
     return rows.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
