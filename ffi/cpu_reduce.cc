@@ -6,6 +6,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #endif
 
@@ -223,11 +224,23 @@ LATENT_TAIL_FUNCTIONS(Baseline, )
 LATENT_TAIL_FUNCTIONS(Avx2, __attribute__((target("avx2"))))
 #endif
 
+#if defined(__x86_64__)
+// By hand, as __builtin_cpu_supports is always false with zig's run-time library.
+bool HasAvx2() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE)) return false;
+  unsigned low, high;
+  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned kXmmAndYmm = 6;  // the system saves both
+  if ((low & kXmmAndYmm) != kXmmAndYmm) return false;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & bit_AVX2);
+}
+#endif
+
 const Functions& BestFunctions() {
   static const Functions* best = [] {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) return &kAvx2;
+    if (HasAvx2()) return &kAvx2;
 #endif
     return &kBaseline;
   }();
