@@ -775,8 +775,8 @@ void Group::DoShard(Call* call, int64_t local) {
   }
 }
 
-// A local rank's whole result of a gather, wherever the others are. Each rank adds its own residual,
-// as in plain collectives: another process's is out of reach.
+// A local rank's whole result of a gather, wherever the others are. Each rank adds its own
+// residual, as in plain collectives: another process's is out of reach.
 void Group::DoGather(Call* call, int64_t local) {
   const Buffers& own = call->arrivals[local].buffers;
   int64_t columns = spec_.shard_dim();
