@@ -39,7 +39,9 @@ def test_all_gather_add(num_processes, devices):
 
 def test_a_gather_does_not_meet_a_scatter_of_its_sizes():
     for output in start("gather_where_the_other_scatters", deadline_s=1):
-        assert "has not come to call 0" in output
+        assert (
+            "not come to call 0" in output
+        )  # at its deadline, or when the other has left after its
 
 
 def test_calls_that_cannot_be_told_apart_give_no_wrong_number():
