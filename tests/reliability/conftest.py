@@ -1,18 +1,7 @@
 """A job of three processes that tests share as long as it is sound."""
 
-import os
-
 import pytest
-from processes import Job
-
-from jax_latent_tail.communicator import host_memory
-
-# Long enough for a busy machine to answer within, and short enough to be waited out.
-DEADLINE_S = 2.0
-
-
-def shared_files():
-    return {name for name in os.listdir(host_memory.FOLDER) if "latent_tail" in name}
+from processes import DEADLINE_S, Job, assert_no_more_files_than, shared_files
 
 
 @pytest.fixture(scope="session")
@@ -68,4 +57,4 @@ def job(_shared_job):
         outcomes = job.ask("run")
     assert [outcome.value for outcome in outcomes] == ["right"] * 3, outcomes
     yield job
-    assert shared_files() <= before
+    assert_no_more_files_than(before)

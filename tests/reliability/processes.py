@@ -12,11 +12,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jax_latent_tail import launch
+from jax_latent_tail.communicator import host_memory
 
 MEMBER = Path(__file__).with_name("member.py")
 
 START_S = 60.0
 ANSWER_S = 30.0
+
+
+# Long enough for a busy machine to answer within, and short enough to be waited out.
+DEADLINE_S = 2.0
+
+
+def shared_files():
+    """Names of segments; those of other jobs are there as long as these meet."""
+    return {name for name in os.listdir(host_memory.FOLDER) if "latent_tail" in name}
+
+
+def assert_no_more_files_than(before):
+    gone_by = time.monotonic() + 10
+    while not shared_files() <= before:
+        assert time.monotonic() < gone_by, shared_files() - before
+        time.sleep(0.05)
 
 
 class Outcome:

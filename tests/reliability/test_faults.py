@@ -9,7 +9,7 @@ import re
 import time
 
 import pytest
-from conftest import DEADLINE_S
+from processes import DEADLINE_S
 
 # From the end of the deadline to the answer: a tick of the watchdog, and a busy machine.
 SLACK_S = 4.0

@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from processes import assert_no_more_files_than, shared_files
 
 from jax_latent_tail.communicator import host_memory
 
@@ -144,7 +145,7 @@ STEPS = [
     [STEPS[0], *(pytest.param(*step, marks=pytest.mark.long) for step in STEPS[1:])],
 )
 def test_a_death_in_the_middle_is_told_to_the_others_in_time(start_job, step, when):
-    before = {name for name in os.listdir(host_memory.FOLDER) if "latent_tail" in name}
+    before = shared_files()
     job = start_job(2, JAX_LATENT_TAIL_RENDEZVOUS_TIMEOUT="2")
     job[1].ask("die_in", step=step, when=when)
     job.tell("prepare")
@@ -161,5 +162,5 @@ def test_a_death_in_the_middle_is_told_to_the_others_in_time(start_job, step, wh
         assert outcome.error == "RendezvousError"
         assert "process 1" in outcome.message
         assert job[0].ask("usage").value["segments"] == 0
-    assert {name for name in os.listdir(host_memory.FOLDER) if "latent_tail" in name} <= before
+    assert_no_more_files_than(before)
     job.end()

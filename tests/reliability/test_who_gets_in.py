@@ -1,5 +1,6 @@
 """Shared memory and descriptors reach the processes of one job and of one user, and nobody else."""
 
+import contextlib
 import os
 import re
 import stat
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE_S, shared_files
+from processes import DEADLINE_S, shared_files
 
 from jax_latent_tail.communicator import descriptors, host_memory
 
@@ -39,6 +40,15 @@ def segments(member):
     return dict(re.findall(r" (\d+) +/dev/shm/(jax_latent_tail\w+) \(deleted\)", maps))
 
 
+def segment_files(member):
+    """Those of which a process has descriptors."""
+    paths = set()
+    for link in Path(f"/proc/{member.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            paths.add(Path(os.readlink(link)))
+    return {path for path in paths if path.name.startswith("jax_latent_tail_")}
+
+
 def test_a_segment_in_use_has_no_name_and_no_descriptor(job):
     found = [segments(member) for member in job.members]
     ((_, name),) = found[0].items()
@@ -46,22 +56,18 @@ def test_a_segment_in_use_has_no_name_and_no_descriptor(job):
     assert name not in shared_files()
     with pytest.raises(FileNotFoundError):
         host_memory.SharedFile.open(name)
-    for member in job.members:
-        folder = Path(f"/proc/{member.pid}/fd")
-        targets = [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]
-        assert not any("latent_tail" in target for target in targets)
+    assert not any(segment_files(member) for member in job.members)
 
 
 def test_while_processes_meet_the_segment_is_private(job):
     job.ask("close")
-    before = shared_files()
     job.ask("open_late", members=[job[2]], seconds=1.5)
     job.tell("prepare")
     seen_by = time.monotonic() + 5
-    while not (new := shared_files() - before):
+    while not (opened := segment_files(job[0])):
         assert time.monotonic() < seen_by
-    (name,) = new
-    path = host_memory.FOLDER / name
+    (path,) = opened
+    name = path.name
     status = path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.geteuid()
@@ -71,7 +77,7 @@ def test_while_processes_meet_the_segment_is_private(job):
         assert stranger(NOBODY, "write", path) == "refused PermissionError"
     assert path.exists(), "it was over before the stranger came"
     assert all(outcome.value[0] == "cpu" for outcome in job.answers())
-    assert not shared_files() - before
+    assert name not in shared_files()
     job.ask("open_late", members=[job[2]], seconds=0)
 
 
