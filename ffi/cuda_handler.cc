@@ -15,7 +15,7 @@ ffi::ErrorOr<const Rank*> Find(const Attributes& attributes, int32_t ordinal) {
       ffi::ErrorCode::kFailedPrecondition,
       "latent_tail: no communicator for " + attributes.ToString() + " on local device " +
           std::to_string(ordinal) +
-          ". A program that was compiled elsewhere needs latent_tail.prepare with the same "
+          ". A program that was lowered elsewhere needs latent_tail.prepare with the same "
           "arguments in every process before its first run."));
 }
 

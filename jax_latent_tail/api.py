@@ -78,7 +78,8 @@ def fused(
         before the row sum; True keeps both in fp32.
       max_tokens: most tokens for which a native implementation keeps a workspace; calls with
         more take the plain one. Part of a call's identity: the same on every rank.
-      implementation: None chooses; "cuda" and "xla" insist on the kernel and on plain collectives.
+      implementation: None chooses; "cuda" and "cpu" insist on the native call of that platform,
+        "xla" on plain collectives.
 
     Returns:
       (latent, shard), a plain tuple so that `out_specs=(P(), P(None, axis_name))` fits:
@@ -164,7 +165,7 @@ def all_gather_add(
       As for `fused`.
     """
     axis_name = _check_axis_name(axis_name)
-    check_count("max_tokens", max_tokens)
+    max_tokens = check_count("max_tokens", max_tokens)
     check_implementation(implementation)
     _check_array("x", x, "bfloat16", ndim=2)
     if x.shape[1] == 0:

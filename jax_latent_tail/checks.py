@@ -33,11 +33,12 @@ def check_options(eps: Any, fp32_internal: Any, max_tokens: Any, implementation:
     check_implementation(implementation)
 
 
-def check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(name, repr(value), "an integer")
     if value < 1:
         raise ArgumentValueError(name, value, "an integer >= 1")
+    return int(value)
 
 
 def check_implementation(implementation: Any) -> None:

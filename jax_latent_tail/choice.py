@@ -5,9 +5,12 @@ reasons against one that depend on shapes alone come first, for every process se
 rest is agreed on by the processes, which make a communicator together.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
+import pathlib
+import re
 import threading
 from typing import Any
 
@@ -32,7 +35,7 @@ NATIVE_PLATFORMS: tuple[str, ...] = ("cuda", "cpu")
 _DEVICE_PLATFORM = {"cuda": "gpu"}  # what a device says where its lowering platform says more
 
 # Under it XLA may run two calls of a program at once, on one workspace.
-_CONCURRENT = "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+_CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=[\"']?CONCURRENT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Choice:
 
     def __str__(self) -> str:
         tokens = "prepared" if self.tokens is None else f"{self.tokens} tokens"
-        return f"{self.implementation} for {self.spec}, {tokens}: {self.reason}"
+        devices = f" of devices {[list(ids) for ids in self.table]}" if self.table else ""
+        return f"{self.implementation} for {self.spec}{devices}, {tokens}: {self.reason}"
 
 
 _lock = threading.Lock()
@@ -109,6 +113,12 @@ def choose(
     return choice
 
 
+def forget() -> None:
+    """Empties the list of `choices`."""
+    with _lock:
+        _choices.clear()
+
+
 def choices() -> list[Choice]:
     """All choices of this process so far, oldest first."""
     with _lock:
@@ -149,6 +159,18 @@ def _obstacle_here(platform: str) -> str | None:
     """What stands against it in this process alone; the others have to be told."""
     if lowered_per_devices is None:
         return "JAX has no jax._src.dispatch.prim_requires_devices_during_lowering where expected"
-    if platform == "cuda" and _CONCURRENT in os.environ.get("XLA_FLAGS", ""):
-        return f"XLA_FLAGS has {_CONCURRENT}, under which two calls of a program may overlap"
+    if platform == "cuda" and _CONCURRENT.search(_xla_flags()):
+        return (
+            "XLA_FLAGS has xla_gpu_command_buffer_scheduling_mode=CONCURRENT, under which two calls"
+            " of a program may overlap"
+        )
     return None
+
+
+def _xla_flags() -> str:
+    """The flags, which may also be in a file that the variable names."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):
+        with contextlib.suppress(OSError):
+            return pathlib.Path(flags).read_text()
+    return flags

@@ -9,7 +9,7 @@ from jax_latent_tail.checks import check_axis_names, check_count, check_options
 from jax_latent_tail.choice import Choice
 from jax_latent_tail.communicator import communicator
 from jax_latent_tail.errors import ArgumentTypeError, ArgumentValueError
-from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, TailSpec
+from jax_latent_tail.spec import DEFAULT_MAX_TOKENS, TailSpec, gather_spec
 
 
 def prepare(
@@ -19,6 +19,8 @@ def prepare(
     latent_dim: int | None = None,
     hidden_dim: int | None = None,
     top_k: int | None = None,
+    gather: bool = False,
+    residual: bool = False,
     eps: float = 1e-6,
     fp32_internal: bool = False,
     max_tokens: int = DEFAULT_MAX_TOKENS,
@@ -33,9 +35,11 @@ def prepare(
     Args:
       mesh: the mesh of the shard_map, with its devices.
       axis_name: the group, as in the call.
-      latent_dim: L of `fused` and `all_reduce_rms_norm`; None for `reduce_scatter`.
-      hidden_dim: H of `fused` and `reduce_scatter`; None for `all_reduce_rms_norm`.
+      latent_dim: L of `fused` and `all_reduce_rms_norm`; None for the others.
+      hidden_dim: H, a multiple of tp; None for `all_reduce_rms_norm`.
       top_k: K where the call finalizes expert rows.
+      gather: for `all_gather_add`. A `moe_tail` makes two kinds of calls: `fused`, and this one.
+      residual: whether that has one.
       eps, fp32_internal, max_tokens, implementation: as in the call.
 
     Returns:
@@ -56,21 +60,30 @@ def prepare(
         raise ArgumentValueError("latent_dim", None, "an integer, where hidden_dim is None")
     if latent_dim is None and top_k is not None:
         raise ArgumentValueError("top_k", top_k, "None, where latent_dim is None")
+    if gather and latent_dim is not None:
+        raise ArgumentValueError("latent_dim", latent_dim, "None, where gather is True")
+    if residual and not gather:
+        raise ArgumentValueError("residual", residual, "False, where gather is False")
     sizes: dict[str, Any] = {"latent_dim": latent_dim, "hidden_dim": hidden_dim, "top_k": top_k}
     for argument, value in sizes.items():
         if value is not None:
-            check_count(argument, value)
+            sizes[argument] = check_count(argument, value)
     check_options(eps, fp32_internal, max_tokens, implementation)
     tp = 1
     for name in names:
         tp *= mesh.shape[name]
-    spec = TailSpec(
-        tp=tp,
-        eps=float(eps),
-        fp32_internal=bool(fp32_internal),
-        max_tokens=int(max_tokens),
-        **sizes,
-    )
+    if hidden_dim is not None and hidden_dim % tp:
+        raise ArgumentValueError("hidden_dim", hidden_dim, f"a multiple of the {tp} ranks")
+    if gather:
+        spec = gather_spec(tp, sizes["hidden_dim"] // tp, bool(residual), int(max_tokens))
+    else:
+        spec = TailSpec(
+            tp=tp,
+            eps=float(eps),
+            fp32_internal=bool(fp32_internal),
+            max_tokens=int(max_tokens),
+            **sizes,
+        )
     return choice.choose(_platform(mesh), spec, None, mesh, names, insisted=implementation)
 
 
@@ -116,10 +129,11 @@ def close() -> None:
     """Releases all memory that native implementations share with other ranks and processes.
 
     To be called by every process, once no program is running; otherwise done when the interpreter
-    exits. Programs that were compiled before raise an error afterwards, new ones, and `prepare`,
-    make new communicators.
+    exits. Programs that were lowered before raise an error afterwards, until `prepare` makes new
+    communicators for their calls; functions that are traced anew make theirs.
     """
     communicator.close_all()
+    choice.forget()
 
 
 def compiler_options() -> dict[str, Any]:

@@ -29,7 +29,7 @@ TARGETS = {"cuda": CUDA_TARGET, "cpu": CPU_TARGET}
 # The same, but never captured into a CUDA graph.
 CUDA_TARGET_UNCAPTURED = "jax_latent_tail_cuda_uncaptured"
 
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 _CUDA_DRIVER = "libcuda.so.1"
 _MAX_MESSAGE = 4096
 
@@ -413,7 +413,7 @@ def _load(platform: str) -> Library:
     path = library_path()
     try:
         library = Library(path)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # the latter for what another version lacks
         raise UnavailableError(
             f"cannot load the native library {path}: {error}; installing this package builds it"
         ) from error

@@ -5,6 +5,7 @@ K top_k, P rows of unreduced expert output.
 """
 
 import dataclasses
+import struct
 from typing import Any, NamedTuple
 
 from jax_latent_tail.errors import ArgumentValueError
@@ -32,6 +33,17 @@ class Operands(NamedTuple):
         return tuple(operand for operand in self if operand is not None)
 
 
+def _as_fp32(value: float) -> float:
+    """The shortest decimal number that fp32 rounds as it does `value`.
+
+    So numbers are equal here when they are to the handlers, which find their communicator by fp32.
+    """
+    packed = struct.pack("f", value)
+    (rounded,) = struct.unpack("f", packed)
+    texts = (f"{rounded:.{digits}g}" for digits in range(1, 10))
+    return next(float(text) for text in texts if struct.pack("f", float(text)) == packed)
+
+
 @dataclasses.dataclass(frozen=True)
 class TailSpec:
     """Sizes, rounding and limits of one call; hashable, and equal on every rank of a group.
@@ -45,7 +57,7 @@ class TailSpec:
       hidden_dim: H, columns of the shared half, a multiple of tp; None where it has none.
       top_k: K, expert rows per token that the routed half finalizes; None where the routed rows
         come finalized.
-      eps: added to the mean square before the reciprocal square root.
+      eps: added to the mean square before the reciprocal square root; rounded to fp32.
       fp32_internal: False rounds the reduced row and its squares to bf16 before the row sum, True
         keeps both in fp32.
       max_tokens: tokens that a native implementation keeps room for.
@@ -64,6 +76,7 @@ class TailSpec:
     has_residual: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", _as_fp32(self.eps))
         if self.hidden_dim is not None and self.hidden_dim % self.tp:
             raise ArgumentValueError(
                 "shared",

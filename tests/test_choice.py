@@ -5,6 +5,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness import make_mesh
 from jax.sharding import PartitionSpec as P
@@ -87,6 +88,36 @@ def test_prepare_says_what_calls_will_take():
     assert (made.implementation, made.spec) == (prepared.implementation, prepared.spec)
 
 
+def test_a_gather_is_prepared_too_and_numpy_integers_serve():
+    prepared = prepare(
+        latent_dim=None, hidden_dim=np.int64(H), gather=True, residual=True, max_tokens=np.int64(64)
+    )
+    mesh = make_mesh((TP,))
+    gather = functools.partial(latent_tail.all_gather_add, axis_name="tp", max_tokens=np.int64(64))
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+    jax.jit(mapped).lower(jnp.ones((2, H // TP), jnp.bfloat16), jnp.ones((1, H), jnp.bfloat16))
+    made = choice.choices()[-1]
+    assert (made.implementation, made.spec) == (prepared.implementation, prepared.spec)
+
+
+def test_eps_is_the_same_to_all_that_fp32_holds_alike():
+    assert prepare(eps=np.float32(1e-6)).spec == prepare(eps=1e-6).spec
+    assert prepare(eps=1e-6).spec.eps == 1e-6
+
+
+@pytest.mark.parametrize("where", ["flags", "quoted", "file"])
+def test_flags_that_let_calls_overlap_are_seen(where, monkeypatch, tmp_path):
+    flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+    flags = {"flags": f"--other=1 {flag}", "quoted": flag.replace("=", '="') + '"'}
+    if where == "file":
+        (tmp_path / "flags").write_text(flag)
+        flags["file"] = str(tmp_path / "flags")
+    assert choice._obstacle_here("cuda") is None
+    monkeypatch.setenv("XLA_FLAGS", flags[where])
+    assert "CONCURRENT" in choice._obstacle_here("cuda")
+    assert choice._obstacle_here("cpu") is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -97,7 +128,9 @@ def test_prepare_says_what_calls_will_take():
         ({"latent_dim": None, "hidden_dim": None}, ArgumentValueError, "latent_dim is None"),
         ({"latent_dim": 0}, ArgumentValueError, "latent_dim is 0"),
         ({"latent_dim": 1.5}, ArgumentTypeError, "latent_dim is 1.5"),
-        ({"hidden_dim": 33}, ArgumentValueError, "33 columns"),
+        ({"hidden_dim": 33}, ArgumentValueError, "hidden_dim is 33"),
+        ({"gather": True}, ArgumentValueError, "latent_dim is 16"),
+        ({"residual": True}, ArgumentValueError, "residual is True"),
         ({"top_k": True}, ArgumentTypeError, "top_k is True"),
         ({"latent_dim": None, "top_k": 2}, ArgumentValueError, "top_k is 2"),
         ({"eps": 0}, ArgumentValueError, "eps is 0"),

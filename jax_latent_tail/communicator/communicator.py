@@ -5,6 +5,7 @@ which runs when the interpreter exits, or in the program's own time.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,7 +20,12 @@ from jax_latent_tail import native
 from jax_latent_tail.communicator import cuda, group, settings
 from jax_latent_tail.communicator.group import DeviceTable
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
-from jax_latent_tail.errors import CommunicatorError, UnavailableError
+from jax_latent_tail.errors import (
+    ArgumentError,
+    ArgumentValueError,
+    CommunicatorError,
+    UnavailableError,
+)
 from jax_latent_tail.spec import TailSpec
 
 _log = logging.getLogger("jax_latent_tail")
@@ -112,13 +118,17 @@ def _decide(key: _Key, devices: Mapping[int, Any], obstacle: str | None) -> Deci
     if reason:
         return Decision("xla", reason)
     me = jax.process_index()
+    if all(device.process_index != me for device in devices.values()):
+        raise ArgumentValueError(
+            "mesh", f"without a device of process {me}", "a mesh with devices of each caller"
+        )
     everyone = group.members(table, devices, me)
     processes = group.participants(everyone)
     rendezvous = Rendezvous(
         processes,
         me,
         repr((platform, table)),
-        settings.rendezvous_timeout(os.environ),
+        _rendezvous_timeout(),
         names={process: group.describe_process(everyone, process) for process in processes},
     )
     library: native.Library | UnavailableError
@@ -136,6 +146,14 @@ def _decide(key: _Key, devices: Mapping[int, Any], obstacle: str | None) -> Deci
     _live[key], _devices[key] = made, devices
     _start_watching()
     return Decision(platform, made.summary)
+
+
+def _rendezvous_timeout() -> float:
+    """A value that is not allowed is an error of the meeting, of which the others have to hear."""
+    try:
+        return settings.rendezvous_timeout(os.environ)
+    except ArgumentError:
+        return settings.RENDEZVOUS_TIMEOUT_S
 
 
 def _establish(
@@ -197,16 +215,19 @@ def reset_all() -> None:
         reset by all makes it.
     """
     with _lock:
-        deadline = time.monotonic() + settings.rendezvous_timeout(os.environ)
+        deadline = time.monotonic() + _rendezvous_timeout()
         while _live:
             _close_the_latest(deadline)
         for key in _devices:
             _decisions.pop(key, None)
+        refused = []
         for key, devices in list(_devices.items()):
             decision = _decide(key, devices, None)
             _decisions[key] = decision
             if decision.implementation != key[0]:
-                raise CommunicatorError(f"{key[2]} cannot be served again: {decision.reason}")
+                refused.append(f"{key[2]} cannot be served again: {decision.reason}")
+        if refused:
+            raise CommunicatorError("; ".join(refused))
 
 
 def _close_the_latest(deadline: float) -> None:
@@ -221,10 +242,28 @@ def _start_watching() -> None:
     global _watcher, _at_exit
     if not _at_exit:
         # After JAX registered its own, so that this runs before: devices and processes are there.
-        atexit.register(close_all)
+        atexit.register(_close_at_exit)
         _at_exit = True
     if _watcher is None:
         _watcher = _Watcher()
+
+
+def _close_at_exit() -> None:
+    """Closes, once what this process has dispatched is done: the other ranks need its part."""
+
+    def finish() -> None:
+        for array in jax.live_arrays():
+            with contextlib.suppress(Exception):  # donated, or failed, as somebody else has seen
+                array.block_until_ready()
+
+    try:
+        limit = settings.Settings.read(os.environ).deadline_s
+    except ArgumentError:
+        limit = settings.Settings.deadline_s
+    thread = threading.Thread(target=finish, name="jax_latent_tail exit", daemon=True)
+    thread.start()
+    thread.join(limit)
+    close_all()
 
 
 class _Watcher:

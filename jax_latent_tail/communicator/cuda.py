@@ -161,6 +161,10 @@ class _Home:
 _homes: dict[tuple[Any, DeviceTable, TailSpec, Kind, int], _Home] = {}
 
 
+# Where each rank's control block is, once calls may have been captured with it.
+_controls: dict[tuple[Any, DeviceTable, TailSpec, int], int] = {}
+
+
 class CudaCommunicator:
     """One device table's ranks in this process, ready to be called.
 
@@ -321,7 +325,9 @@ class CudaCommunicator:
                     arch,
                     has_multicast,
                 ]
-        return {"host": host, "user": os.geteuid(), "devices": facts}
+        served = (driver.bindings, self.table, self.spec)
+        kept = sorted({key[3].name for key in _homes if key[:3] == served})
+        return {"host": host, "user": os.geteuid(), "devices": facts, "kept": kept}
 
     def _make(
         self,
@@ -341,6 +347,10 @@ class CudaCommunicator:
 
         tp, latent, hidden = self.spec.tp, variant.latent, variant.hidden
         kinds = cuda_memory.candidates(self._everyone, hosts)
+        # Captured graphs hold the control blocks of an earlier communicator.
+        kept = {name for fact in facts for name in fact["kept"]}
+        if kept:
+            kinds = [kind for kind in kinds if kind.name in kept]
         request = cuda_memory.Request(
             driver=self._driver,
             everyone=self._everyone,
@@ -559,6 +569,13 @@ class CudaCommunicator:
         for member in self._local:
             assert member.ordinal is not None
             device, home = self._devices[member.ordinal], self._homes[member]
+            control = home.control.address(device)
+            place = (self._driver.bindings, self.table, self.spec, member.device_id)
+            if _controls.setdefault(place, control) != control:
+                raise UnavailableError(
+                    f"{member} had an earlier communicator, whose control block captured graphs"
+                    " hold; it cannot be had again in this process"
+                )
             kernels, launches = plans[member]
             self._handles.append(
                 self._library.add_cuda_rank(
@@ -566,7 +583,7 @@ class CudaCommunicator:
                     devices=[device_id for ids in self.table for device_id in ids],
                     spec=self.spec,
                     rank=member.rank,
-                    control=home.control.address(device),
+                    control=control,
                     record=home.page.address,
                     call_hash=call_hash(self.spec),
                     kernels=kernels,
@@ -612,7 +629,9 @@ class CudaCommunicator:
         self._handles.clear()
 
     def _stop_kernels(self) -> None:
-        """Lets every kernel of these ranks, running or to come, end without its peers."""
+        """Lets kernels that are under way end with their peers, and any to come without."""
+        for device in self._devices.values():
+            device.synchronize()
         for home in self._homes.values():
             self._mark_closed(home)
         for device in self._devices.values():
@@ -718,8 +737,8 @@ def _within(work: Callable[[], None], timeout_s: float) -> str | None:
     def run() -> None:
         try:
             work()
-        except DriverError as error:
-            failure.append(str(error))
+        except Exception as error:  # whatever it was, memory may still be in use
+            failure.append(str(error) or repr(error))
 
     thread = threading.Thread(target=run, name="jax_latent_tail close", daemon=True)
     thread.start()

@@ -61,6 +61,7 @@ def agree(
     settings = Settings()
     try:
         settings = Settings.read(environ)
+        rendezvous_timeout(environ)
     except ArgumentError as wrong:  # the others have to hear of it
         error = wrong
     everything = {
