@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 
 from jax_latent_tail import native
-from jax_latent_tail.communicator import cuda, group, settings
+from jax_latent_tail.communicator import bounded, cuda, group, settings
 from jax_latent_tail.communicator.group import DeviceTable
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.errors import (
@@ -242,14 +242,21 @@ def _start_watching() -> None:
     global _watcher, _at_exit
     if not _at_exit:
         # After JAX registered its own, so that this runs before: devices and processes are there.
-        atexit.register(_close_at_exit)
+        atexit.register(_close_at_exit, os.getpid())
         _at_exit = True
+    bounded.get_ready()
     if _watcher is None:
         _watcher = _Watcher()
 
 
-def _close_at_exit() -> None:
-    """Closes, once what this process has dispatched is done: the other ranks need its part."""
+def _close_at_exit(process: int) -> None:
+    """Closes, once what this process has dispatched is done: the other ranks need its part.
+
+    Args:
+      process: whose communicators they are; a forked child leaves them alone.
+    """
+    if os.getpid() != process:
+        return
 
     def finish() -> None:
         for array in jax.live_arrays():
@@ -260,9 +267,7 @@ def _close_at_exit() -> None:
         limit = settings.Settings.read(os.environ).deadline_s
     except ArgumentError:
         limit = settings.Settings.deadline_s
-    thread = threading.Thread(target=finish, name="jax_latent_tail exit", daemon=True)
-    thread.start()
-    thread.join(limit)
+    bounded.within(finish, limit)
     close_all()
 
 

@@ -6,13 +6,12 @@ import logging
 import math
 import mmap
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax_latent_tail.communicator import cuda_memory, descriptors, group, multicast
+from jax_latent_tail.communicator import bounded, cuda_memory, descriptors, group, multicast
 from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
 from jax_latent_tail.communicator.driver import Device, Driver, DriverError
 from jax_latent_tail.communicator.group import DeviceTable, Member
@@ -278,7 +277,7 @@ class CudaCommunicator:
         self._closed = True
         deadline = time.monotonic() + timeout_s
         self._close_handles()
-        idle = _within(self._stop_kernels, timeout_s)
+        idle = bounded.within(self._stop_kernels, timeout_s)
         if idle is not None:
             _log.warning("%s is left as it is, nothing is freed: %s", self.summary, idle)
         met = self._rendezvous.barrier(_left(deadline))
@@ -350,7 +349,7 @@ class CudaCommunicator:
         # Captured graphs hold the control blocks of an earlier communicator.
         kept = {name for fact in facts for name in fact["kept"]}
         if kept:
-            kinds = [kind for kind in kinds if kind.name in kept]
+            kinds = tuple(kind for kind in kinds if kind.name in kept)
         request = cuda_memory.Request(
             driver=self._driver,
             everyone=self._everyone,
@@ -728,21 +727,3 @@ def _launch(driver: Driver, entry: store.KernelEntry) -> Any:
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.1)
-
-
-def _within(work: Callable[[], None], timeout_s: float) -> str | None:
-    """Does work that may block in the driver; why it did not end well in that time, or None."""
-    failure: list[str] = []
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:  # whatever it was, memory may still be in use
-            failure.append(str(error) or repr(error))
-
-    thread = threading.Thread(target=run, name="jax_latent_tail close", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        return f"kernels were still running after {timeout_s:.1f} s"
-    return failure[0] if failure else None

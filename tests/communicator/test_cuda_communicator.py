@@ -455,7 +455,7 @@ def test_a_kernel_that_never_ends_keeps_its_memory(sockets, caplog):
     world.close(made, timeout_s=0.5)
     assert time.monotonic() - start < 3
     assert world.holdings() == held
-    assert "kernels were still running" in caplog.text
+    assert "nothing is freed: not done after 0.5 s" in caplog.text
     for process in world.processes:
         process.bindings.busy.set()
     # Nor is there another: captured graphs hold a control block that it could not have.
