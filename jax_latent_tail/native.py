@@ -24,10 +24,12 @@ from jax_latent_tail.spec import TailSpec
 LIBRARY_VARIABLE = "JAX_LATENT_TAIL_LIBRARY"
 
 CUDA_TARGET = "jax_latent_tail_cuda"
-CPU_TARGET = "jax_latent_tail_cpu"
-TARGETS = {"cuda": CUDA_TARGET, "cpu": CPU_TARGET}
 # The same, but never captured into a CUDA graph.
 CUDA_TARGET_UNCAPTURED = "jax_latent_tail_cuda_uncaptured"
+CPU_TARGET = "jax_latent_tail_cpu"
+
+# 0: lower to calls that XLA does not capture.
+CAPTURE_VARIABLE = "JAX_LATENT_TAIL_CAPTURE"
 
 _INTERFACE_VERSION = 2
 _CUDA_DRIVER = "libcuda.so.1"
@@ -110,6 +112,13 @@ class _CpuCommunicator(ctypes.Structure):
         ("gathers", ctypes.c_uint32),
         ("has_residual", ctypes.c_uint32),
     ]
+
+
+def target(platform: str) -> str:
+    """The target that calls on a platform are lowered to."""
+    if platform == "cpu":
+        return CPU_TARGET
+    return CUDA_TARGET_UNCAPTURED if os.environ.get(CAPTURE_VARIABLE) == "0" else CUDA_TARGET
 
 
 def attributes(table: Sequence[Sequence[int]], spec: TailSpec) -> dict[str, object]:

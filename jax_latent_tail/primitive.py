@@ -336,7 +336,7 @@ def _lower(
         names = native.module_attribute(module.module)
         native.load("cpu").end_cpu_series(**names)
         attributes |= names
-    call = jax.ffi.ffi_lowering(native.TARGETS[chosen.implementation])
+    call = jax.ffi.ffi_lowering(native.target(chosen.implementation))
     return call(ctx, *operands, **attributes)
 
 

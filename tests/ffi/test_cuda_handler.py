@@ -338,6 +338,13 @@ def test_a_program_finds_its_communicator_after_a_thousand_others(shim):
     assert shim.shim_last().contents.parameter("control") == CONTROL
 
 
+def test_capture_can_be_switched_off_for_what_is_lowered_next(monkeypatch):
+    assert native.target("cuda") == native.CUDA_TARGET
+    monkeypatch.setenv("JAX_LATENT_TAIL_CAPTURE", "0")
+    assert native.target("cuda") == native.CUDA_TARGET_UNCAPTURED
+    assert native.target("cpu") == native.CPU_TARGET
+
+
 def test_a_library_of_another_interface_is_refused(tmp_path):
     source = tmp_path / "other.cc"
     source.write_text('extern "C" int latent_tail_interface_version() { return 99; }')
