@@ -1109,6 +1109,11 @@ int64_t Communicator::PositionOf(int64_t device) const {
   return -1;
 }
 
+int64_t Communicator::LaunchOf(uint64_t executable, int64_t run) {
+  std::lock_guard<std::mutex> lock(launches_mutex_);
+  return run - first_runs_.try_emplace(executable, run).first->second;
+}
+
 void Communicator::Arrive(int64_t position, const CallKey& key, const Buffers& buffers, Done done) {
   std::optional<Failure> fault;
   if (IsForkedChild()) {

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "call.h"
@@ -51,8 +52,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static int64_t SegmentBytes(const Configuration& configuration);
 
   // `segment` is that many zero-filled bytes mapped by all processes, or null. The communicator
-  // unmaps it, if `owns_segment`, when the last call is through after Close. On a fault returns null
-  // and leaves the mapping alone.
+  // unmaps it, if `owns_segment`, when the last call is through after Close. On a fault returns
+  // null and leaves the mapping alone.
   static std::shared_ptr<Communicator> Create(Configuration configuration, void* segment,
                                               bool owns_segment, std::string* fault);
   ~Communicator();
@@ -62,6 +63,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // The position in the table of a device of this process, or -1.
   int64_t PositionOf(int64_t device) const;
+
+  // The number of a launch, counted from the first that this communicator saw of its executable.
+  // XLA's own id counts in each process by itself: a process that was left out of a launch, or had
+  // several in its queue when they failed, is out of step for good. Since all made the
+  // communicator, they are in step.
+  int64_t LaunchOf(uint64_t executable, int64_t run);
 
   // The rank at `position` comes to a call. The buffers must stay valid until `done` is called,
   // which may be before this returns.
@@ -102,6 +109,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<int> listeners_{0};  // not counting those inside a rank's function
   std::atomic<bool> broken_{false};
   std::atomic<bool> closed_{false};
+  std::mutex launches_mutex_;
+  std::unordered_map<uint64_t, int64_t> first_runs_;  // of each executable
   mutable std::mutex failure_mutex_;
   std::optional<Failure> failure_;
 };

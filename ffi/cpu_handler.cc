@@ -117,6 +117,9 @@ ffi::Error Arrive(CallSite* site, int64_t run, int32_t device, ffi::RemainingArg
                           "before it runs.");
   }
   CallKey key = site->Visit(position, run, communicator->spans_processes());
+  if (communicator->spans_processes()) {
+    key.run = site->FirstRun(run) + communicator->LaunchOf(site->executable(), run);
+  }
   communicator->Arrive(position, key, *buffers,
                        [promise = promise](const Failure* failure) mutable {
                          if (failure) {

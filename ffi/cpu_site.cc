@@ -8,6 +8,7 @@ namespace latent_tail::cpu {
 namespace {
 
 std::atomic<uint64_t> num_sites{0};
+std::atomic<uint64_t> num_series{0};
 
 // How often each module was lowered. Never destroyed: threads may compile until the process ends.
 struct Lowerings {
@@ -45,6 +46,18 @@ uint64_t Content(const Attributes& attributes) {
 }
 
 }  // namespace
+
+Series::Series(int64_t module, uint64_t lowering)
+    : number_(num_series.fetch_add(1)),
+      module_(module),
+      lowering_(lowering),
+      hash_(static_cast<uint64_t>(module)) {}
+
+int64_t Series::FirstRun(int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!first_run_) first_run_ = run;
+  return *first_run_;
+}
 
 int64_t Series::Add(uint64_t content) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "call.h"
@@ -26,21 +27,27 @@ namespace latent_tail::cpu {
 class Series {
  public:
   // `lowering` counts the times that the module, or one that looks the same, was lowered.
-  Series(int64_t module, uint64_t lowering)
-      : module_(module), lowering_(lowering), hash_(static_cast<uint64_t>(module)) {}
+  Series(int64_t module, uint64_t lowering);
 
   bool IsOf(int64_t module, uint64_t lowering) const {
     return module == module_ && lowering == lowering_;
   }
   // Adds a call of this content; returns its position, or -1 once the series has been named.
   int64_t Add(uint64_t content);
+  // Unique in this process.
+  uint64_t number() const { return number_; }
+  // The id of the first launch, given that of a launch. It is equal in all processes, and differs
+  // from that of another executable: XLA's id is a fingerprint plus the launches of this process.
+  int64_t FirstRun(int64_t run);
   // Its name; nothing can be added afterwards.
   uint64_t Name();
 
  private:
+  const uint64_t number_;
   const int64_t module_;
   const uint64_t lowering_;
   std::mutex mutex_;
+  std::optional<int64_t> first_run_;
   uint64_t hash_;
   int64_t size_ = 0;
   bool is_named_ = false;
@@ -54,6 +61,10 @@ class CallSite {
   // On the thread that compiles. `module` is equal for the calls of one module, and hardly ever for
   // those of two.
   CallSite(int64_t module, const Attributes& attributes);
+
+  // Which executable of this process it is part of.
+  uint64_t executable() const { return series_->number(); }
+  int64_t FirstRun(int64_t run) { return series_->FirstRun(run); }
 
   // The call that the rank at `position` of the device table makes now. Names of one process serve
   // where all ranks are in it: they cannot be mistaken.

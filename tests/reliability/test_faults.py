@@ -129,10 +129,6 @@ def test_another_number_of_tokens_is_shown_with_both_sides(job):
     stays_failed(job.members, reason)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="calls are told apart by XLA's count of launches, which goes on from where it was",
-)
 def test_ranks_that_are_out_of_step_find_each_other_after_a_reset(job):
     """One launches another program, or nothing, while the others have several runs in flight."""
     job.ask("compile_", name="six tokens", num_tokens=6)

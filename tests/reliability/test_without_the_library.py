@@ -19,12 +19,12 @@ PROGRAM = """
     assert oracle.ulps(shards, oracle.shards(inputs.shared)).max() == 0
     latent_tail.check()
     latent_tail.reset()
-    latent_tail.close()
     try:
         harness.fused(inputs, implementation="cpu")
     except latent_tail.UnavailableError as error:
         print(error)
     print(latent_tail.explain())
+    latent_tail.close()
 """
 
 
