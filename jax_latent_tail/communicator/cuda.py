@@ -9,8 +9,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from jax_latent_tail import native
 from jax_latent_tail.communicator import bounded, cuda_memory, descriptors, group, multicast
 from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
 from jax_latent_tail.communicator.driver import Device, Driver, DriverError
@@ -26,7 +27,6 @@ from jax_latent_tail.errors import (
 from jax_latent_tail.kernels import abi, geometry, store
 from jax_latent_tail.kernels.geometry import Geometry
 from jax_latent_tail.kernels.variant import MULTICAST, KernelVariant, arch_for
-from jax_latent_tail.native import CudaKernel
 from jax_latent_tail.spec import TailSpec
 
 _log = logging.getLogger("jax_latent_tail")
@@ -35,27 +35,6 @@ _log = logging.getLogger("jax_latent_tail")
 _DEFAULT_SMEM_BYTES = 48 << 10
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class CudaLibrary(Protocol):
-    """What a communicator needs of `native.Library`."""
-
-    def add_cuda_rank(
-        self,
-        *,
-        ordinal: int,
-        devices: Sequence[int],
-        spec: TailSpec,
-        rank: int,
-        control: int,
-        record: int,
-        call_hash: int,
-        kernels: Sequence[CudaKernel],
-        plans: Sequence[tuple[int, int]],
-        pdl: bool,
-    ) -> int: ...
-
-    def close_cuda_rank(self, handle: int) -> None: ...
 
 
 def unsupported(spec: TailSpec) -> str | None:
@@ -136,7 +115,7 @@ class _RecordPage:
 class _Loaded:
     """A cubin in a device's context: its kernels, and how many clusters of each are resident."""
 
-    kernels: tuple[CudaKernel, ...]
+    kernels: tuple[native.CudaKernel, ...]
     resident: tuple[int, ...]
 
 
@@ -180,7 +159,7 @@ class CudaCommunicator:
         spec: TailSpec,
         everyone: Sequence[Member],
         rendezvous: Rendezvous,
-        library: CudaLibrary | None,
+        library: native.Library | None,
     ):
         self.table, self.spec = table, spec
         self.summary = ""
@@ -205,7 +184,7 @@ class CudaCommunicator:
         spec: TailSpec,
         devices: Mapping[int, Any],
         rendezvous: Rendezvous,
-        library: CudaLibrary | UnavailableError,
+        library: native.Library | UnavailableError,
         driver: Driver | None = None,
         environ: Mapping[str, str] = os.environ,
         read_user: descriptors.UserReader = descriptors.peer_user,
@@ -378,7 +357,7 @@ class CudaCommunicator:
             )
             for member in self._local
         }
-        plans: dict[Member, tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]] = {}
+        plans: dict[Member, tuple[tuple[native.CudaKernel, ...], list[tuple[int, int]]]] = {}
 
         def load() -> None:
             for member in self._local:
@@ -500,7 +479,7 @@ class CudaCommunicator:
 
     def _load(
         self, member: Member, cubin: store.Cubin, sharing: int
-    ) -> tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]:
+    ) -> tuple[tuple[native.CudaKernel, ...], list[tuple[int, int]]]:
         """The kernels in a member's context, and how to launch each number of tokens.
 
         Args:
@@ -554,13 +533,13 @@ class CudaCommunicator:
                 )
                 resident.append(int(clusters))
                 kernels.append(
-                    CudaKernel(int(function), entry.cluster, entry.threads, entry.smem_bytes)
+                    native.CudaKernel(int(function), entry.cluster, entry.threads, entry.smem_bytes)
                 )
         return _Loaded(tuple(kernels), tuple(resident))
 
     def _register(
         self,
-        plans: Mapping[Member, tuple[tuple[CudaKernel, ...], list[tuple[int, int]]]],
+        plans: Mapping[Member, tuple[tuple[native.CudaKernel, ...], list[tuple[int, int]]]],
         settings: Settings,
     ) -> None:
         assert self._library

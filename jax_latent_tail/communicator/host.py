@@ -3,11 +3,12 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jaxlib
 
+from jax_latent_tail import native
 from jax_latent_tail.communicator.group import DeviceTable
 from jax_latent_tail.communicator.host_memory import SharedFile
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
@@ -16,28 +17,6 @@ from jax_latent_tail.errors import UnavailableError
 from jax_latent_tail.spec import TailSpec
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class HostLibrary(Protocol):
-    """What a communicator needs of `native.Library`."""
-
-    def cpu_segment_bytes(
-        self, table: Sequence[Sequence[int]], spec: TailSpec, processes: Sequence[int]
-    ) -> int: ...
-
-    def open_cpu(
-        self,
-        table: Sequence[Sequence[int]],
-        spec: TailSpec,
-        processes: Sequence[int],
-        process: int,
-        deadline_s: float,
-        segment_fd: int,
-    ) -> int: ...
-
-    def cpu_failure(self, handle: int) -> str | None: ...
-
-    def close_cpu(self, handle: int) -> None: ...
 
 
 class HostCommunicator:
@@ -50,7 +29,7 @@ class HostCommunicator:
       summary: what it serves and how, for logs.
     """
 
-    def __init__(self, library: HostLibrary, handle: int, summary: str):
+    def __init__(self, library: native.Library, handle: int, summary: str):
         self.summary = summary
         self._library = library
         self._handle: int | None = handle
@@ -62,7 +41,7 @@ class HostCommunicator:
         spec: TailSpec,
         devices: Mapping[int, Any],
         rendezvous: Rendezvous,
-        library: HostLibrary | UnavailableError,
+        library: native.Library | UnavailableError,
         environ: Mapping[str, str] = os.environ,
         host: str | None = None,
     ) -> "HostCommunicator":

@@ -125,7 +125,7 @@ def test_processes_that_share_a_gpu_plan_for_it(sockets):
     plans = []
     for world in (alone, together):
         made = world.establish(row(2), call)
-        plans.append([p.library.registrations[0]["plans"] for p in world.processes])
+        plans.append([p.native_library.registrations[0]["plans"] for p in world.processes])
         world.check_wired(made, row(2), call)
         world.close(made)
     few, many = (4, 128), (1, 128)
@@ -168,7 +168,7 @@ def test_what_the_library_is_told(latent, hidden, op, sockets):
     )
     made = world.establish(((1, 0),), call)
     for process, rank in zip(world.processes, (1, 0), strict=True):
-        (arguments,) = process.library.registrations
+        (arguments,) = process.native_library.registrations
         assert arguments["rank"] == rank
         assert arguments["devices"] == [1, 0]
         assert arguments["spec"] == call
@@ -181,7 +181,7 @@ def test_what_the_library_is_told(latent, hidden, op, sockets):
         roles = (latent is not None) + (hidden is not None)
         assert all(ctas <= 132 * 8 // roles for _, ctas in arguments["plans"])
     world.close(made)
-    assert all(process.library.ranks == {} for process in world.processes)
+    assert all(process.native_library.ranks == {} for process in world.processes)
 
 
 def test_settings_reach_the_control_block(sockets):
@@ -212,7 +212,7 @@ def break_one(world, what, monkeypatch):
     """Makes process 1 unable to take part."""
     process = world.processes[1]
     if what == "library":
-        process.library = UnavailableError(REASONS[what])
+        process.native_library = UnavailableError(REASONS[what])
     elif what == "kernel":
 
         def find(variant):
@@ -236,7 +236,7 @@ def break_one(world, what, monkeypatch):
         def add_cuda_rank(**arguments):
             raise UnavailableError(REASONS[what])
 
-        process.library.add_cuda_rank = add_cuda_rank
+        process.native_library.add_cuda_rank = add_cuda_rank
 
 
 @pytest.mark.parametrize("what", REASONS)
@@ -248,7 +248,9 @@ def test_one_that_cannot_makes_all_refuse_alike_and_leaves_nothing(what, sockets
     assert REASONS[what] in text
     assert "process " in text or what == "architecture"
     assert world.holdings() == [{}] * 3
-    assert all(process.library.ranks == {} for process in (world.processes[0], world.processes[2]))
+    assert all(
+        process.native_library.ranks == {} for process in (world.processes[0], world.processes[2])
+    )
 
 
 def test_out_of_memory_says_how_much_was_wanted_and_free(sockets):
@@ -414,13 +416,13 @@ def test_closing_ends_calls_before_memory(kind, sockets):
     world = World([1, 1])
     force(world, kind)
     made = world.establish(row(2), spec(2))
-    controls = [p.library.registrations[0]["control"] for p in world.processes]
+    controls = [p.native_library.registrations[0]["control"] for p in world.processes]
     for process in world.processes:
         process.bindings.trace.clear()
     world.close(made)
     world.close(made)  # does nothing
     for process, control in zip(world.processes, controls, strict=True):
-        assert process.library.ranks == {}
+        assert process.native_library.ranks == {}
         trace = process.bindings.trace
         release = {"posix_fd": "cuMemUnmap", "ipc": "cuIpcCloseMemHandle"}[kind]
         order = ["cuCtxSynchronize", "cuMemcpyHtoD", release]
@@ -529,13 +531,17 @@ def test_the_next_communicator_takes_the_same_control_blocks(kind, sockets):
         made = world.establish(row(2), spec(2))
         world.check_wired(made, row(2), spec(2))
         seen.append(
-            [(a["control"], a["record"]) for p in world.processes for a in p.library.ranks.values()]
+            [
+                (a["control"], a["record"])
+                for p in world.processes
+                for a in p.native_library.ranks.values()
+            ]
         )
         world.close(made)
     assert seen[0] == seen[1] == seen[2]
     # Another description has its own.
     made = world.establish(row(2), spec(2, max_tokens=7))
-    other = [a["control"] for p in world.processes for a in p.library.ranks.values()]
+    other = [a["control"] for p in world.processes for a in p.native_library.ranks.values()]
     assert not set(other) & {control for control, _ in seen[0]}
     world.close(made)
 
@@ -562,7 +568,7 @@ def test_a_failed_attempt_on_kept_control_blocks_closes_them_again(sockets):
     same_refusal(world.establish(row(2), spec(2)))
     assert world.holdings() == world.kept()
     for process in world.processes:
-        control = process.library.registrations[0]["control"]
+        control = process.native_library.registrations[0]["control"]
         head = abi.Control.from_buffer_copy(
             process.bindings.read(control, ctypes.sizeof(abi.Control), 0)
         )
@@ -585,7 +591,7 @@ def test_a_failed_attempt_with_another_kernel_does_not_touch_the_kept_one(socket
         raise UnavailableError("no more ranks")
 
     want("1")
-    library = world.processes[1].library
+    library = world.processes[1].native_library
     add, library.add_cuda_rank = library.add_cuda_rank, refuse
     same_refusal(world.establish(row(2), spec(2)))
     library.add_cuda_rank = add
@@ -616,7 +622,7 @@ def test_a_communicator_keeps_what_others_of_its_devices_use(sockets):
     others = world.establish(row(2), second)
     world.close(made)
     for process in world.processes:
-        (arguments,) = process.library.ranks.values()
+        (arguments,) = process.native_library.ranks.values()
         assert arguments["spec"] == second
     world.check_wired(others, row(2), second)
     world.close(others)
@@ -625,7 +631,7 @@ def test_a_communicator_keeps_what_others_of_its_devices_use(sockets):
 
 def test_the_module_does_not_log_refusals_as_errors(sockets, caplog):
     world = World([1, 1])
-    world.processes[0].library = UnavailableError("not there")
+    world.processes[0].native_library = UnavailableError("not there")
     with caplog.at_level(logging.WARNING):
         same_refusal(world.establish(row(2), spec(2)))
     assert caplog.text == ""
@@ -636,5 +642,5 @@ def test_driver_without_gpu_is_a_reason(sockets):
     rendezvous = Rendezvous([0], 0, "x", 1.0)
     with pytest.raises(Refusal, match="cuInit"):
         CudaCommunicator.establish(
-            row(1), spec(1), world.devices, rendezvous, world.processes[0].library
+            row(1), spec(1), world.devices, rendezvous, world.processes[0].native_library
         )

@@ -83,7 +83,7 @@ def attempt_with_fault(case, process, function, n, sockets, code="NOT_PERMITTED"
             assert f"{function}: CUDA_ERROR_{code}" in text
             assert f"failed in process {process}" in text
             assert world.holdings() == [{}] * len(world.processes)
-            assert all(p.library.ranks == {} for p in world.processes)
+            assert all(p.native_library.ranks == {} for p in world.processes)
         bindings.faults.clear()
         again = world.establish(table, call)
         assert all(isinstance(result, CudaCommunicator) for result in again), again
@@ -181,7 +181,7 @@ def give_up(case, function=None):
     """An attempt whose last step fails, so that all has to be released; `function` fails, too."""
     world, table, call = make_world(case)
     for process in world.processes:
-        process.library.add_cuda_rank = _refuse
+        process.native_library.add_cuda_rank = _refuse
         if function:
             process.bindings.faults[(function, 1)] = "INVALID_VALUE"
     assert "no more ranks" in same_refusal(world.establish(table, call))

@@ -46,14 +46,14 @@ def test_no_rank_is_registered_before_all_are_ready(sockets):
     world = World([1, 1, 1])
     registered = []
     for process in world.processes:
-        real = process.library.add_cuda_rank
+        real = process.native_library.add_cuda_rank
 
         def add(real=real, **arguments):
             registered.append([p.bindings.trace[-1] for p in world.processes])
             assert all(p.bindings.calls["cuOccupancyMaxActiveClusters"] for p in world.processes)
             return real(**arguments)
 
-        process.library.add_cuda_rank = add
+        process.native_library.add_cuda_rank = add
     world.processes[2].late_s = 0.2
     made = world.establish(row(3), spec(3))
     assert len(registered) == 3

@@ -27,7 +27,7 @@ from jax_latent_tail.kernels import abi
 def world(monkeypatch, sockets):
     """One process with four devices, which `decide` finds."""
     made = World([4])
-    library = made.processes[0].library
+    library = made.processes[0].native_library
     monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(made.processes[0].bindings)))
     monkeypatch.setattr(native, "load", lambda platform: library)
     monkeypatch.setattr(communicator.jax, "process_index", lambda: 0)
@@ -47,7 +47,7 @@ def decide(world, table=None, call=None, **options):
 def records(world):
     return [
         abi.Record.from_address(arguments["record"])
-        for arguments in world.processes[0].library.registrations
+        for arguments in world.processes[0].native_library.registrations
     ]
 
 
@@ -100,7 +100,7 @@ def test_each_table_and_description_has_its_own(world):
     for table, call in keys:
         assert decide(world, table, call).implementation == "cuda"
     assert [(t, s) for _, t, s, _ in communicator.decisions()] == keys
-    assert len(world.processes[0].library.ranks) == 12
+    assert len(world.processes[0].native_library.ranks) == 12
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_threads_decide_once(world):
         thread.join(30)
     assert len(found) == 8
     assert len(set(map(id, found))) == 1
-    assert len(world.processes[0].library.registrations) == 4
+    assert len(world.processes[0].native_library.registrations) == 4
 
 
 def test_check_raises_the_record_of_a_failure(world):
@@ -169,7 +169,7 @@ def test_a_failure_is_logged_once_without_asking(world, caplog):
 def test_close_all_closes_the_latest_first_and_forgets(world):
     decide(world)
     decide(world, call=spec(4, max_tokens=3))
-    library = world.processes[0].library
+    library = world.processes[0].native_library
     closed = []
     real = library.close_cuda_rank
     library.close_cuda_rank = lambda handle: (closed.append(handle), real(handle))
@@ -187,7 +187,7 @@ def test_a_reset_serves_the_same_calls_again_at_the_same_addresses(world):
     calls = [spec(4), spec(4, max_tokens=3)]
     for call in calls:
         decide(world, call=call)
-    library = world.processes[0].library
+    library = world.processes[0].native_library
     before = list(library.registrations)
     records(world)[5].code = abi.DEADLINE  # of the second
     with pytest.raises(CommunicatorError):
@@ -266,7 +266,7 @@ def test_a_close_that_raises_does_not_keep_the_others_open(world, monkeypatch, c
     communicator.close_all()
     assert communicator.decisions() == []
     assert "cannot close" in caplog.text
-    assert len(world.processes[0].library.ranks) == 4
+    assert len(world.processes[0].native_library.ranks) == 4
 
 
 def _raise_once(function):

@@ -31,7 +31,7 @@ def publishes(world, made):
     """What the communicators say; and whether their control blocks agree."""
     (publish,) = {"multicast" if "multicast" in c.summary else "unicast" for c in made}
     for process in world.processes:
-        for arguments in process.library.ranks.values():
+        for arguments in process.native_library.ranks.values():
             assert bool(control_of(process, arguments).multicast) == (publish == "multicast")
     return publish
 
@@ -56,7 +56,7 @@ def test_a_store_reaches_every_rank_of_the_group_and_no_other(shape, hosts, tabl
         world.check_wired(made, table, call)
         ranks = {}
         for process in world.processes:
-            for arguments in process.library.ranks.values():
+            for arguments in process.native_library.ranks.values():
                 (device,) = [d for d, o in process.ordinals.items() if o == arguments["ordinal"]]
                 ranks[device] = (process, arguments, control_of(process, arguments))
         for device, (process, arguments, control) in ranks.items():

@@ -112,7 +112,7 @@ class Process:
     bindings: fake_cuda.FakeDriver
     host: str
     ordinals: dict
-    library: object = dataclasses.field(default_factory=Library)
+    native_library: object = dataclasses.field(default_factory=Library)
     environ: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
     timeout_s: float = 20.0
@@ -208,7 +208,7 @@ class World:
                     (specs or {}).get(process.index, spec),
                     self.devices,
                     rendezvous,
-                    process.library,
+                    process.native_library,
                     driver=Driver(process.bindings),
                     environ=process.environ,
                     host=process.host,
@@ -254,7 +254,7 @@ class World:
             assert held.get("mappings", 0) == held.get("reservations", 0) == virtual
             assert held.get("modules", 0) <= 2 * homes  # one each for unicast and multicast
             assert not held.get("opened allocations", 0)
-            assert process.library.ranks == {}
+            assert process.native_library.ranks == {}
         alive = sum(
             memory.fd is not None
             for machine in self.machines.values()
@@ -268,7 +268,7 @@ class World:
         ranks = {}
         for communicator in communicators:
             process = self.processes[communicator._rendezvous.me]
-            for arguments in process.library.ranks.values():
+            for arguments in process.native_library.ranks.values():
                 owner = next(
                     device
                     for device, ordinal in process.ordinals.items()

@@ -65,7 +65,7 @@ def shim(tmp_path_factory):
     handle = library.handle
     shim.shim_forward_to(handle.latent_tail_cuda_initialize, handle.latent_tail_cuda_execute)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(shim.shim_execute), platform="cpu")
-    shim.library = library
+    shim.native_library = library
     return shim
 
 
@@ -79,7 +79,7 @@ class Registered:
         self.record = abi.Record()
         _records.append(self.record)
         declared = {"rank": 1, "control": CONTROL, "call_hash": 77, "pdl": True, **options}
-        self.handle = shim.library.add_cuda_rank(
+        self.handle = shim.native_library.add_cuda_rank(
             ordinal=0,
             devices=[d for group in table for d in group],
             spec=spec,
@@ -286,7 +286,7 @@ def test_a_call_finds_only_the_communicator_of_its_devices_and_description(shim,
 
 def test_a_closed_communicator_takes_no_call_and_a_later_one_takes_its_place(shim):
     old = Registered(shim)
-    shim.library.close_cuda_rank(old.handle)
+    shim.native_library.close_cuda_rank(old.handle)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"FAILED_PRECONDITION.*is closed"):
         fused(2)
     Registered(shim, control=CONTROL + 512)
