@@ -167,12 +167,6 @@ def _establish(
     return host.HostCommunicator.establish(table, spec, devices, rendezvous, library, os.environ)
 
 
-def decisions() -> list[tuple[str, DeviceTable, TailSpec, Decision]]:
-    """All decisions that hold, oldest first."""
-    with _lock:
-        return [(*key, decision) for key, decision in _decisions.items()]
-
-
 def check() -> None:
     """Raises a CommunicatorError if a live communicator of this process has failed."""
     for communicator in list(_live.values()):

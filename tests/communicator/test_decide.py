@@ -99,7 +99,7 @@ def test_each_table_and_description_has_its_own(world):
     keys = [(row(4), spec(4)), (((0, 1), (2, 3)), spec(2)), (row(4), spec(4, max_tokens=3))]
     for table, call in keys:
         assert decide(world, table, call).implementation == "cuda"
-    assert [(t, s) for _, t, s, _ in communicator.decisions()] == keys
+    assert [(table, call) for _, table, call in communicator._decisions] == keys
     assert len(world.processes[0].native_library.ranks) == 12
 
 
@@ -121,7 +121,7 @@ def test_a_missing_process_is_an_error_and_not_remembered(world, monkeypatch):
     two = World([2, 2])
     with pytest.raises(RendezvousError, match=r"process 1 \(devices 2, 3\) did not come"):
         communicator.decide("cuda", row(4), spec(4), two.devices)
-    assert communicator.decisions() == []
+    assert communicator._decisions == {}
     assert decide(world).implementation == "cuda"
 
 
@@ -175,7 +175,7 @@ def test_close_all_closes_the_latest_first_and_forgets(world):
     library.close_cuda_rank = lambda handle: (closed.append(handle), real(handle))
     communicator.close_all()
     assert closed == [5, 6, 7, 8, 1, 2, 3, 4]
-    assert communicator.decisions() == []
+    assert communicator._decisions == {}
     assert "jax_latent_tail watcher" not in [thread.name for thread in threading.enumerate()]
     communicator.close_all()
     assert world.holdings() == world.kept(2)
@@ -255,7 +255,7 @@ def test_closing_does_not_wait_for_a_thread_that_waits_for_processes(world, capl
         communicator.close_all(timeout_s=0.3)
         assert time.monotonic() - start < 2
     assert "another thread still waits" in caplog.text
-    assert len(communicator.decisions()) == 1
+    assert len(communicator._decisions) == 1
 
 
 def test_a_close_that_raises_does_not_keep_the_others_open(world, monkeypatch, caplog):
@@ -264,7 +264,7 @@ def test_a_close_that_raises_does_not_keep_the_others_open(world, monkeypatch, c
     latest = list(communicator._live.values())[-1]
     monkeypatch.setattr(type(latest), "_close_handles", _raise_once(type(latest)._close_handles))
     communicator.close_all()
-    assert communicator.decisions() == []
+    assert communicator._decisions == {}
     assert "cannot close" in caplog.text
     assert len(world.processes[0].native_library.ranks) == 4
 
