@@ -332,51 +332,6 @@ def no_room_in_shared_memory():
         print(error)
 
 
-def soak():
-    """50,000 calls; memory and threads of the first part are those of the last."""
-    import jax
-    import jax.numpy as jnp
-    from harness import make_mesh
-    from jax import lax
-    from jax.sharding import PartitionSpec as P
-
-    import jax_latent_tail as latent_tail
-
-    calls, runs = int(sys.argv[2]), 50
-    tp = jax.device_count()
-
-    def body(x):
-        def layer(x, _):
-            latent, shard = latent_tail.fused(
-                x[:, :LATENT],
-                x,
-                jnp.ones(LATENT, jnp.bfloat16),
-                axis_name="tp",
-                implementation="cpu",
-            )
-            latent = lax.pcast(latent, "tp", to="varying")
-            x = jnp.concatenate([jnp.sign(latent), jnp.tile(jnp.sign(shard), tp)[:, LATENT:]], 1)
-            return x, None
-
-        return lax.scan(layer, x.reshape(x.shape[1:]), length=calls // runs)[0][None]
-
-    mesh = make_mesh((tp,))
-    _, place = program(1)
-    jitted = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-    inputs = place(values(0))
-    sizes = []
-    for _ in range(runs):
-        jax.block_until_ready(jitted(inputs))
-        lines = Path("/proc/self/status").read_text().splitlines()
-        status = dict(line.split(":", 1) for line in lines)
-        sizes.append((int(status["VmRSS"].split()[0]), int(status["Threads"])))
-    print(sizes[::7])
-    (early_kib, early_threads), (late_kib, late_threads) = sizes[runs // 5], sizes[-1]
-    assert late_kib - early_kib < 8 << 10, sizes
-    assert late_threads - early_threads <= 2, sizes
-    print("steady")
-
-
 if __name__ == "__main__":
     from jax_latent_tail import launch
 

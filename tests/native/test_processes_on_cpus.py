@@ -1,6 +1,7 @@
 """Processes that share memory: names of calls, failures, exits. Each test starts real ones."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from jax_latent_tail import launch
 
 MEMBERS = Path(__file__).with_name("members.py")
+SOAK = Path(__file__).parents[1] / "gpu" / "jax_soak.py"
 
 
 def start(name, *arguments, num_processes=2, devices=1, deadline_s=60, timeout_s=180):
@@ -92,8 +94,25 @@ def test_without_shared_memory_all_processes_refuse_alike():
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("num_processes", "devices"), [(2, 1), (2, 2), (1, 2), (1, 8)])
-def test_fifty_thousand_calls_leave_memory_and_threads_as_they_were(num_processes, devices):
-    outputs = start("soak", "50000", num_processes=num_processes, devices=devices, timeout_s=550)
-    assert all(output.endswith("steady\n") for output in outputs)
+@pytest.mark.parametrize(
+    ("num_processes", "devices", "calls"),
+    [
+        (2, 1, 1000),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.long)
+            for sizes in ((4, 1, 100_000), (2, 2, 50_000), (1, 2, 50_000), (1, 8, 50_000))
+        ),
+    ],
+)
+def test_many_calls_with_random_sizes_and_delays_are_right(num_processes, devices, calls):
+    """And where they are very many, memory and threads of the first are those of the last."""
+    steady = ["--steady"] if calls >= 50_000 else []
+    outputs = launch.run(
+        [str(SOAK), "--platform", "cpu", "--calls", str(calls), *steady],
+        num_processes,
+        devices_per_process=devices,
+        timeout_s=550,
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    digests = {re.search(r"^digest: \w+$", output, re.MULTILINE)[0] for output in outputs}
+    assert len(digests) == 1, outputs
