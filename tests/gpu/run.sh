@@ -30,6 +30,8 @@ tests 240 "$here/test_gpu_failure.py"
 tests 300 "$here/test_gpu_streams.py"
 tests 240 "$here/test_gpu_processes.py"
 tests 900 "$here/test_gpu_jax.py"
+tests 600 -rx "$here/test_gpu_faults.py"
+timeout -k 5 300 "$python" "$here/jax_soak.py" --calls 100000 --timeout 280 || failed=1
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
         echo "== $tool"

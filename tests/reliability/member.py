@@ -27,7 +27,15 @@ import jax_latent_tail as latent_tail
 from jax_latent_tail import launch
 from jax_latent_tail.communicator import host_memory, rendezvous
 
-LATENT, HIDDEN = 24, 48
+IMPLEMENTATION = "cuda" if os.environ["JAX_PLATFORMS"].startswith("cuda") else "cpu"
+
+# On GPUs sizes that there are cubins for.
+LATENT, HIDDEN = (3584, 7168) if IMPLEMENTATION == "cuda" else (24, 48)
+
+
+class NotANumber(RuntimeError):
+    """What a call gives on a GPU in place of an error."""
+
 
 # What JAX raises for a failed call depends on its version.
 FAILED = (RuntimeError, ValueError)
@@ -68,8 +76,12 @@ def run_once(name, seed):
     result = jax.block_until_ready(executable(place(rows)))
     for part in result.addressable_shards:
         actual = np.asarray(part.data, np.float32)
+        failed = np.isnan(actual)
         # Not an error that a test could take for the one it waits for.
-        assert (actual == expected(rows, calls)[part.index]).all(), f"wrong numbers in {name}"
+        right = actual == expected(rows, calls)[part.index]
+        assert (right | failed).all(), f"wrong numbers in {name}"
+        if failed.any():
+            raise NotANumber("NaN")
 
 
 # The commands.
@@ -85,7 +97,7 @@ def prepare(**options):
     return [choice.implementation, choice.reason]
 
 
-def compile_(name="program", calls=2, num_tokens=4, implementation="cpu", **options):
+def compile_(name="program", calls=2, num_tokens=4, implementation=IMPLEMENTATION, **options):
     """A chain of `fused`, each of the signs of the last one's results."""
     tp = jax.device_count()
 
@@ -245,7 +257,7 @@ def leave(how):
 
 
 if __name__ == "__main__":
-    launch.initialize()
+    launch.initialize(share_gpus=True)
     answers = int(sys.argv[1])
 
     def answer(**what):

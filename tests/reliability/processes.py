@@ -23,6 +23,9 @@ ANSWER_S = 30.0
 # Long enough for a busy machine to answer within, and short enough to be waited out.
 DEADLINE_S = 2.0
 
+# From the end of the deadline to the answer: a tick of the watchdog, and a busy machine.
+SLACK_S = 4.0
+
 
 def shared_files():
     """Names of segments; those of other jobs are there as long as these meet."""
@@ -134,7 +137,8 @@ class Member:
 
 
 class Job:
-    """Processes that have met through jax.distributed, of one CPU device each.
+    """Processes that have met through jax.distributed, of one device each: a CPU, if `environment`
+    says nothing else.
 
     Args:
       folder: for logs.
@@ -181,6 +185,9 @@ class Job:
     def is_idle(self):
         return all(member.is_idle() for member in self.members)
 
+    def others(self, index):
+        return [member for member in self.members if member.index != index]
+
     def tell(self, command, /, *, members=None, **options):
         for member in self.members if members is None else members:
             member.tell(command, **options)
@@ -196,3 +203,12 @@ class Job:
     def end(self):
         for member in self.members:
             member.end()
+
+
+def recovers(job, *programs):
+    """A reset by all makes all of it right again."""
+    assert not any(outcome.error for outcome in job.ask("reset"))
+    for program in ("program", *programs):
+        outcomes = job.ask("run", name=program, first=100, count=5)
+        assert all(outcome.value == "right" for outcome in outcomes), outcomes
+    assert not any(outcome.error for outcome in job.ask("check"))

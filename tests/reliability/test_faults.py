@@ -9,10 +9,7 @@ import re
 import time
 
 import pytest
-from processes import DEADLINE_S
-
-# From the end of the deadline to the answer: a tick of the watchdog, and a busy machine.
-SLACK_S = 4.0
+from processes import DEADLINE_S, SLACK_S, recovers
 
 
 def failed_in_time(outcomes, pattern_of_reason):
@@ -40,22 +37,10 @@ def stays_failed(members, reason):
             time.sleep(0.05)
 
 
-def recovers(job, *programs):
-    assert not any(outcome.error for outcome in job.ask("reset"))
-    for program in ("program", *programs):
-        outcomes = job.ask("run", name=program, first=100, count=5)
-        assert all(outcome.value == "right" for outcome in outcomes), outcomes
-    assert not any(outcome.error for outcome in job.ask("check"))
-
-
-def others(job, index):
-    return [member for member in job.members if member.index != index]
-
-
 @pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_rank_that_raised_is_named_by_all_others_and_hears_of_it(job, missing):
     assert job[missing].ask("fail").error == "RuntimeError"
-    outcomes = job.ask("run", members=others(job, missing))
+    outcomes = job.ask("run", members=job.others(missing))
     reason = failed_in_time(
         outcomes, rf"after 2 s rank {missing} \(device \d+, process {missing}\)"
     )
@@ -66,15 +51,15 @@ def test_a_rank_that_raised_is_named_by_all_others_and_hears_of_it(job, missing)
 
 def test_a_rank_that_makes_one_call_fewer_is_named(job):
     job[1].tell("run", count=4)
-    job.tell("run", members=others(job, 1), count=5)
-    rest = [member.answer() for member in others(job, 1)]
+    job.tell("run", members=job.others(1), count=5)
+    rest = [member.answer() for member in job.others(1)]
     reason = failed_in_time(rest, r"rank 1 \(device .* has not come")
     assert job[1].answer().value == "right"
     stays_failed(job.members, reason)
 
 
 def test_queued_calls_do_not_wait_out_a_deadline_each(job):
-    outcomes = job.ask("run_queued", members=others(job, 2), count=20)
+    outcomes = job.ask("run_queued", members=job.others(2), count=20)
     for outcome in outcomes:
         assert outcome.value["failed"] == 20
         assert outcome.seconds < DEADLINE_S + SLACK_S
@@ -100,7 +85,7 @@ def test_a_rank_that_stands_still_for_longer_is_named_and_fails_when_it_goes_on(
     time.sleep(0.3)
     start = time.monotonic()
     job[stopped].stop()
-    rest = [member.answer() for member in others(job, stopped)]
+    rest = [member.answer() for member in job.others(stopped)]
     seconds = time.monotonic() - start
     job[stopped].go_on()
     late = job[stopped].answer()
@@ -145,7 +130,7 @@ def test_ranks_that_are_out_of_step_find_each_other_after_a_reset(job):
 )
 def test_other_options_in_one_rank_are_shown_with_both_sides_at_once(job, option, usual, other):
     sizes = {"latent_dim": 32}
-    job.tell("prepare", members=others(job, 1), **sizes)
+    job.tell("prepare", members=job.others(1), **sizes)
     job[1].tell("prepare", **sizes, **{option: other})
     outcomes = job.answers()
     assert {outcome.error for outcome in outcomes} == {"DisagreementError"}
@@ -164,14 +149,14 @@ def test_other_options_in_one_rank_are_shown_with_both_sides_at_once(job, option
 
 def test_a_reset_that_one_rank_misses_names_it_and_can_be_tried_again(job):
     job.ask("set_environment", JAX_LATENT_TAIL_RENDEZVOUS_TIMEOUT="1")
-    outcomes = job.ask("reset", members=others(job, 1))
+    outcomes = job.ask("reset", members=job.others(1))
     job.ask("set_environment", JAX_LATENT_TAIL_RENDEZVOUS_TIMEOUT="20")
     assert {outcome.error for outcome in outcomes} == {"RendezvousError"}
     assert all("process 1" in outcome.message for outcome in outcomes)
     assert all(outcome.seconds < 5 for outcome in outcomes)
     (outcome,) = job.ask("run", members=[job[1]])
     assert "closed its communicator" in outcome.message
-    for outcome in job.ask("run", members=others(job, 1)):
+    for outcome in job.ask("run", members=job.others(1)):
         assert "no communicator for" in outcome.message
     recovers(job)
 
@@ -199,7 +184,7 @@ def test_a_slow_start_is_waited_for(job, skew_s):
     ["SIGKILL", *(pytest.param(how, marks=pytest.mark.long) for how in ("exit", "closing"))],
 )
 def test_the_death_of_a_process_is_told_to_all_others(job, how):
-    survivors = others(job, 1)
+    survivors = job.others(1)
     job.tell("run_until_it_fails", members=survivors)
     if how == "SIGKILL":
         job.tell("run_until_it_fails", members=[job[1]])
