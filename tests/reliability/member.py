@@ -25,7 +25,7 @@ from ml_dtypes import bfloat16
 
 import jax_latent_tail as latent_tail
 from jax_latent_tail import launch
-from jax_latent_tail.communicator import host_memory, rendezvous
+from jax_latent_tail.communicator import host_memory, rendezvous, settings
 
 IMPLEMENTATION = "cuda" if os.environ["JAX_PLATFORMS"].startswith("cuda") else "cpu"
 
@@ -177,6 +177,11 @@ def run_queued(name="program", count=1):
 
 def set_environment(**variables):
     os.environ.update(variables)
+
+
+def become_version(version):
+    """From now on this process says that it has another version of the package."""
+    settings.__version__ = version
 
 
 def allow_files(allowed):

@@ -11,6 +11,8 @@ import time
 import pytest
 from processes import DEADLINE_S, SLACK_S, recovers
 
+from jax_latent_tail.version import __version__
+
 
 def failed_in_time(outcomes, pattern_of_reason):
     """The reason of a failure, equal for all, each of whom heard of it in time."""
@@ -144,6 +146,19 @@ def test_other_options_in_one_rank_are_shown_with_both_sides_at_once(job, option
     assert all(outcome.value[0] == "cpu" for outcome in chosen)
     job.ask("close")
     assert all(outcome.value[0] == "cpu" for outcome in job.ask("prepare"))
+    assert all(outcome.value == "right" for outcome in job.ask("run"))
+
+
+def test_another_version_in_one_rank_is_shown_with_both_sides_at_once(job):
+    sizes = {"latent_dim": 16}
+    job[1].ask("become_version", version="0.0.7")
+    outcomes = job.ask("prepare", **sizes)
+    job[1].ask("become_version", version=__version__)
+    assert {outcome.error for outcome in outcomes} == {"DisagreementError"}
+    assert all(outcome.seconds < 5 for outcome in outcomes)
+    (message,) = {outcome.message for outcome in outcomes}
+    assert f"version is {__version__} in process 0" in message
+    assert "and 0.0.7 in process 1" in message
     assert all(outcome.value == "right" for outcome in job.ask("run"))
 
 

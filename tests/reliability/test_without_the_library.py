@@ -1,11 +1,14 @@
 """Plain use where the native library is missing, broken or another's."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from jax_latent_tail import native
 
 PROGRAM = """
     import harness
@@ -47,6 +50,26 @@ def program(library):
     return insisted
 
 
+def of_another_interface(folder):
+    """A library with which this package does not agree on the C interface."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("there is no compiler")
+    source, library = folder / "other.cc", folder / "liblatent_tail.so"
+    source.write_text('extern "C" int latent_tail_interface_version() { return 99; }\n')
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    return library
+
+
+REASON = f"has interface version 99, this package needs {native._INTERFACE_VERSION}"
+
+
+def test_a_library_of_another_interface_is_refused(tmp_path):
+    library = of_another_interface(tmp_path)
+    assert f"{library} {REASON}" in program(library)
+
+
 @pytest.mark.parametrize("what", ["missing", "broken"])
 def test_calls_take_plain_collectives_and_say_why(what, tmp_path):
     library = tmp_path / "liblatent_tail.so"
@@ -55,14 +78,19 @@ def test_calls_take_plain_collectives_and_say_why(what, tmp_path):
     assert f"cannot load the native library {library}" in program(library)
 
 
-def test_one_process_without_it_makes_all_take_plain_collectives(start_job, tmp_path):
-    missing = {"JAX_LATENT_TAIL_LIBRARY": str(tmp_path / "nowhere.so")}
-    job = start_job(2, environments={1: missing})
+@pytest.mark.parametrize("what", ["missing", "of another interface"])
+def test_one_process_without_it_makes_all_take_plain_collectives(start_job, what, tmp_path):
+    library, reason = tmp_path / "nowhere.so", "nowhere.so"
+    if what == "of another interface":
+        library, reason = of_another_interface(tmp_path), REASON
+    job = start_job(2, environments={1: {"JAX_LATENT_TAIL_LIBRARY": str(library)}})
     (choice,) = {tuple(outcome.value) for outcome in job.ask("prepare")}
     assert choice[0] == "xla"
     assert "failed in process 1" in choice[1]
-    assert "nowhere.so" in choice[1]
-    assert {outcome.error for outcome in job.ask("compile_")} == {"UnavailableError"}
+    assert reason in choice[1]
+    outcomes = job.ask("compile_")
+    assert {outcome.error for outcome in outcomes} == {"UnavailableError"}
+    assert all(reason in outcome.message for outcome in outcomes)
     assert not any(outcome.error for outcome in job.ask("compile_", implementation=None))
     assert all(outcome.value == "right" for outcome in job.ask("run", count=3))
     job.end()
