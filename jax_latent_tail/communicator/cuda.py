@@ -21,6 +21,7 @@ from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.communicator.settings import Settings, agree
 from jax_latent_tail.errors import (
     DisagreementError,
+    LatentTailError,
     RendezvousError,
     UnavailableError,
 )
@@ -33,6 +34,13 @@ _log = logging.getLogger("jax_latent_tail")
 
 # Above this a kernel must ask for its dynamic shared memory.
 _DEFAULT_SMEM_BYTES = 48 << 10
+
+# Of the time that a process waits for the others, what it waits for its own devices: the others are
+# to hear of it before they give up.
+_PATIENCE = 0.8
+
+# How long an attempt that failed waits for its devices before it keeps what they may use.
+_ABANDON_TIMEOUT_S = 5.0
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -430,11 +438,21 @@ class CudaCommunicator:
         _require_same(self._rendezvous, answers)
         return found[0]
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, timeout_s: float | None = None) -> None:
+        """Waits until the devices have done all that they were told.
+
+        Raises a RendezvousError that names one which works on for longer than `timeout_s`, by
+        default what the other processes wait for this one, or the error that is found.
+        """
+        if timeout_s is None:
+            timeout_s = _PATIENCE * self._rendezvous.timeout_s
+        deadline = time.monotonic() + timeout_s
         for member in self._local:
+            assert member.ordinal is not None
             with naming(member):
-                assert member.ordinal is not None
-                self._devices[member.ordinal].synchronize()
+                late = _synchronize(self._devices[member.ordinal], _left(deadline))
+            if late:
+                raise RendezvousError(f"the device of {member} is busy, {late}")
 
     def _prepare_memory(self, settings: Settings, request: cuda_memory.Request) -> None:
         """Writes workspaces, control blocks and records as they are before the first call."""
@@ -475,7 +493,7 @@ class CudaCommunicator:
                         "cuMemsetD32", address + head, 0, (request.control_bytes - head) // 4
                     )
                     driver.call("cuMemcpyHtoD", address, ctypes.addressof(block), head)
-                    driver.call("cuCtxSynchronize")
+        self._synchronize()
 
     def _load(
         self, member: Member, cubin: store.Cubin, sharing: int
@@ -580,25 +598,38 @@ class CudaCommunicator:
         """
         self._closed = True
         self._close_handles()
-        self._unload()
         for member, home in self._homes.items():
             if member not in self._new_homes:
                 quietly("a control block", self._mark_closed, home)
-        if self._homes:
-            for device in self._devices.values():
-                quietly("memory that is being written", device.synchronize)
-        for member in self._new_homes & set(self._homes):
-            self._homes[member].page.free()
-        self._release_multicast()
+        keeps = bool(self._region) and self._may_be_in_use()
+        if not keeps:
+            self._unload()
+            for member in self._new_homes & set(self._homes):
+                self._homes[member].page.free()
+            self._release_multicast()
         if self._region:
             try:
-                self._region.abandon(self._rendezvous if agreed else None)
+                self._region.abandon(self._rendezvous if agreed else None, keeps)
             except RendezvousError as error:  # what ends this attempt is known already
                 _log.warning("memory of an attempt that failed is not freed: %s", error)
+        if keeps:
+            _abandoned.append(self)
+            return
         for device in self._devices.values():
             self._release_device(device)
         self._devices.clear()
         self._homes.clear()
+
+    def _may_be_in_use(self) -> bool:
+        """Whether a device still works, maybe with memory of this attempt."""
+        try:
+            self._synchronize(_ABANDON_TIMEOUT_S)
+        except RendezvousError as busy:
+            _log.warning("memory of an attempt that failed is not freed: %s", busy)
+            return True
+        except LatentTailError as error:  # then it does nothing any more
+            _log.debug("a device of an attempt that failed: %s", error)
+        return False
 
     def _close_handles(self) -> None:
         for handle in self._handles:
@@ -688,6 +719,25 @@ def _require_same(rendezvous: Rendezvous, answers: Sequence[Mapping[str, Any]]) 
                     f" {rendezvous.name(rendezvous.participants[0])} and {value} in"
                     f" {rendezvous.name(process)}"
                 )
+
+
+def _synchronize(device: Device, timeout_s: float) -> str | None:
+    """Waits for everything on a device; returns what was wrong if the time was up before.
+
+    Raises what went wrong on the device.
+    """
+    errors: list[Exception] = []
+
+    def synchronize() -> None:
+        try:
+            device.synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    late = bounded.within(synchronize, timeout_s)
+    if errors:
+        raise errors[0]
+    return late
 
 
 def _launch(driver: Driver, entry: store.KernelEntry) -> Any:

@@ -282,13 +282,14 @@ class Region:
             block.free()
         self.workspaces.clear()
 
-    def abandon(self, rendezvous: Rendezvous | None) -> None:
+    def abandon(self, rendezvous: Rendezvous | None, keeps: bool = False) -> None:
         """Releases everything that was made for this region.
 
         Args:
           rendezvous: through which all processes do so at once; None where only this one does.
+          keeps: whether it may be in use in this process, and stays as it is.
         """
-        released = self.release_peers()
+        released = not keeps and self.release_peers()
         if self.kind == IPC and self._exported:
             # Freeing ordinary memory that a peer has open is undefined: rather lose it.
             answers = [b"?"]
@@ -297,6 +298,8 @@ class Region:
             if set(answers) != {b"yes"}:
                 _log.warning("a peer may still have memory of this process open: it is not freed")
                 return
+        if keeps:
+            return
         self.release_workspaces()
         for member, block in self.controls.items():
             if member not in self._kept:

@@ -225,13 +225,16 @@ class Rendezvous:
 
         Raises:
           Refusal: it failed in some process with an error of this package or the system.
-          RendezvousError: it failed in another process in a way that is nobody's plan; the process
-            itself raises what that was.
+          RendezvousError: it failed in some process with a RendezvousError, which another attempt
+            may not; or in another process in a way that is nobody's plan, and the process itself
+            raises what that was.
         """
         unforeseen: Exception | None = None
         answer: dict[str, Any]
         try:
             answer = {"value": work()}
+        except RendezvousError as error:
+            answer = {"not now": str(error)}
         except (LatentTailError, OSError) as error:
             answer = {"refusal": str(error) or repr(error)}
             _log.debug("%s: %s", step, error, exc_info=True)
@@ -243,6 +246,12 @@ class Rendezvous:
             if "unforeseen" in answer:
                 self._known_to_all = unforeseen or RendezvousError(
                     f"{self.name(process)} failed at '{step}': {answer['unforeseen']}"
+                )
+                raise self._known_to_all
+        for process, answer in zip(self.participants, answers, strict=True):
+            if "not now" in answer:
+                self._known_to_all = RendezvousError(
+                    f"'{step}' failed in {self.name(process)}: {answer['not now']}"
                 )
                 raise self._known_to_all
         for process, answer in zip(self.participants, answers, strict=True):

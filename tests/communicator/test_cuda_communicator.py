@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import re
 import threading
 import time
 
@@ -389,6 +390,52 @@ def test_a_missing_process_is_named_and_a_retry_by_all_succeeds(sockets):
     made = world.establish(row(3), spec(3))
     world.check_wired(made, row(3), spec(3))
     world.close(made)
+
+
+def all_give_up(world, pattern):
+    """All raise one RendezvousError before those that are done would stop waiting."""
+    start = time.monotonic()
+    results = world.establish(row(2), spec(2))
+    assert time.monotonic() - start < 10
+    assert {type(result) for result in results} == {RendezvousError}
+    (text,) = {str(result) for result in results}
+    assert re.search(pattern, text), text
+
+
+def test_a_device_that_does_not_come_to_rest_is_named_and_a_retry_succeeds(sockets):
+    world = World([1, 1])
+    for process in world.processes:
+        process.timeout_s = 2
+    world.processes[1].bindings.busy.clear()
+    with nothing_left(world, sockets):
+        all_give_up(
+            world,
+            r"'waiting for the devices' failed in process 1: the device of rank 1 of group 0"
+            r" \(device 1\) is busy, not done after 1\.6 s",
+        )
+    assert world.holdings() == [{}] * 2
+    world.processes[1].bindings.busy.set()
+    made = world.establish(row(2), spec(2))
+    world.check_wired(made, row(2), spec(2))
+    world.close(made)
+
+
+def test_memory_of_a_device_that_does_not_come_to_rest_is_kept(sockets, monkeypatch, caplog):
+    monkeypatch.setattr(cuda, "_ABANDON_TIMEOUT_S", 0.3)
+    world = World([1, 1])
+    force(world, "ipc")
+    for process in world.processes:
+        process.timeout_s = 2
+    bindings = world.processes[1].bindings
+    monkeypatch.setattr(bindings, "_cuMemcpyHtoD", lambda *_: bindings.busy.clear(), raising=False)
+    all_give_up(
+        world, "'preparing the memory' failed in process 1: the device of rank 1 .* is busy"
+    )
+    monkeypatch.undo()
+    assert "memory of an attempt that failed is not freed: the device of rank 1" in caplog.text
+    assert world.holdings()[1]["ordinary allocations"] == 2
+    assert world.holdings()[1]["opened allocations"] == 2
+    bindings.busy.set()
 
 
 def test_one_that_fails_in_an_unforeseen_way_ends_all(sockets, monkeypatch):
