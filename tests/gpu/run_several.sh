@@ -24,7 +24,7 @@ failed=0
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 export JAX_LATENT_TAIL_DIGESTS="${JAX_LATENT_TAIL_DIGESTS:-$results/digests}"
-count=$("$python" -c "import several; print(several.visible_gpus())")
+count=$("$python" -c "import several; print(several.visible_gpus())") || exit 1
 echo "== $count GPUs"
 nvidia-smi topo -m || true
 
@@ -45,7 +45,7 @@ measure() {
 several=$here/test_gpu_several.py
 # Every part compares with the digests of those before.
 wanted shared && tests "$several" -k "share_a_gpu and not pass and not results"
-wanted own && tests "$several" -k "test_ranks_with_gpus or test_results"
+wanted own && tests "$several" -k "test_one_rank or test_ranks_with_gpus or test_results"
 wanted groups && tests "$several" -k "test_groups_with_gpus or another_order"
 wanted others && tests "$several" -k "see_their_own or a_gpu_pass or missing_call or example"
 wanted faults && tests "$here/test_gpu_several_faults.py"

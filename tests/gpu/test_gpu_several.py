@@ -55,6 +55,12 @@ def test_groups_that_share_a_gpu(way):
     several.run(way, "values", "gather", "whole_tail")
 
 
+@on_own_gpus([Way(1, 1)])
+def test_one_rank(way):
+    """Of little worth, but what is not shared is then run on one GPU, too."""
+    several.run(way, "values", "many_tokens", "gather", "before_and_after", "overlapping")
+
+
 @on_own_gpus([way for count in SIZES for way in spread(count)])
 def test_ranks_with_gpus_of_their_own(way):
     several.run(way)
