@@ -450,7 +450,7 @@ class CudaCommunicator:
         for member in self._local:
             assert member.ordinal is not None
             with naming(member):
-                late = _synchronize(self._devices[member.ordinal], _left(deadline))
+                late = self._devices[member.ordinal].synchronize_within(_left(deadline))
             if late:
                 raise RendezvousError(f"the device of {member} is busy, {late}")
 
@@ -719,25 +719,6 @@ def _require_same(rendezvous: Rendezvous, answers: Sequence[Mapping[str, Any]]) 
                     f" {rendezvous.name(rendezvous.participants[0])} and {value} in"
                     f" {rendezvous.name(process)}"
                 )
-
-
-def _synchronize(device: Device, timeout_s: float) -> str | None:
-    """Waits for everything on a device; returns what was wrong if the time was up before.
-
-    Raises what went wrong on the device.
-    """
-    errors: list[Exception] = []
-
-    def synchronize() -> None:
-        try:
-            device.synchronize()
-        except Exception as error:
-            errors.append(error)
-
-    late = bounded.within(synchronize, timeout_s)
-    if errors:
-        raise errors[0]
-    return late
 
 
 def _launch(driver: Driver, entry: store.KernelEntry) -> Any:

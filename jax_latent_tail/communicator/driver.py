@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from jax_latent_tail.communicator import bounded
 from jax_latent_tail.errors import LatentTailError, UnavailableError
 
 # After one of these every later call in the context fails too: there is nothing left to free.
@@ -133,3 +134,18 @@ class Device:
         """Waits for everything in the context; raises the DriverError of what went wrong in it."""
         with self.current():
             self.driver.call("cuCtxSynchronize")
+
+    def synchronize_within(self, timeout_s: float) -> str | None:
+        """The same for a limited time; returns what was wrong if that was not enough."""
+        errors: list[Exception] = []
+
+        def synchronize() -> None:
+            try:
+                self.synchronize()
+            except Exception as error:
+                errors.append(error)
+
+        late = bounded.within(synchronize, timeout_s)
+        if errors:
+            raise errors[0]
+        return late

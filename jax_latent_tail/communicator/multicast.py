@@ -27,7 +27,9 @@ from jax_latent_tail.communicator.descriptors import close_all, swap
 from jax_latent_tail.communicator.driver import Device, Driver
 from jax_latent_tail.communicator.group import Member
 from jax_latent_tail.communicator.rendezvous import Rendezvous
+from jax_latent_tail.errors import RendezvousError
 
+_PROBE_TIMEOUT_S = 10.0
 _PROBE_BYTES = 16
 
 # The store that the kernels publish with, once.
@@ -288,7 +290,7 @@ def _probe(
 
     def store() -> None:
         for member in request.local:
-            device = request.device(member)
+            device, late = request.device(member), None
             with naming(member), device.current(), contextlib.ExitStack() as stack:
                 module = driver.call("cuModuleLoadData", _PROBE_PTX)
                 stack.callback(quietly, "a module", driver.call, "cuModuleUnload", module)
@@ -299,7 +301,11 @@ def _probe(
                     (ctypes.c_uint64, ctypes.c_uint32),
                 )
                 driver.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0)
-                driver.call("cuCtxSynchronize")
+                late = device.synchronize_within(_PROBE_TIMEOUT_S)
+                if late:
+                    stack.pop_all()  # the module stays where its kernel may run
+            if late:
+                raise RendezvousError(f"the device of {member} is busy, {late}")
 
     rendezvous.agree("storing multicast probes", store)
 

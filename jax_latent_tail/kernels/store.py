@@ -23,6 +23,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 
 from jax_latent_tail.errors import UnavailableError
@@ -39,6 +40,10 @@ FOLDER_VARIABLE = "JAX_LATENT_TAIL_CUBINS"
 CACHE_VARIABLE = "JAX_LATENT_TAIL_CACHE"
 
 COMPILE_TIMEOUT_S = 300.0
+
+# Less than processes wait for each other when a communicator is made: they hear why there is none.
+LOCK_TIMEOUT_S = 240.0
+_LOCK_POLL_S = 0.05
 
 _SOURCES = ("abi.py", "collective.py", "geometry.py", "protocol.py", "ptx.py", "variant.py")
 
@@ -287,6 +292,19 @@ def write_atomically(path: pathlib.Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Raises an UnavailableError if another process keeps the lock for too long."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"another process, which compiles this kernel or stands still, has kept {path}"
+                    f" locked for over {LOCK_TIMEOUT_S:g} s"
+                )
+            time.sleep(_LOCK_POLL_S)
         yield

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import time
 
 import fake_cuda
 import pytest
@@ -10,7 +11,8 @@ from fake_cuda import MulticastObject
 from test_cuda_communicator import force
 from world import World, nothing_left, row, spec
 
-from jax_latent_tail.communicator import multicast
+from jax_latent_tail.communicator import cuda, multicast
+from jax_latent_tail.errors import RendezvousError
 from jax_latent_tail.kernels import abi, store
 
 
@@ -144,6 +146,27 @@ def test_a_store_that_does_not_arrive_everywhere_leads_to_unicast(
         assert f"store of rank {lost_by} of group 0" in caplog.text
         world.close(made)
     assert world.holdings() == world.kept()
+
+
+def test_a_device_that_does_not_come_to_rest_is_named(sockets, monkeypatch):
+    monkeypatch.setattr(multicast, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(cuda, "_ABANDON_TIMEOUT_S", 0.3)
+    world = asking(World([1, 1]))
+    bindings = world.processes[1].bindings
+    launch = bindings._cuLaunchKernel
+
+    def never_done(*arguments):
+        launch(*arguments)
+        bindings.busy.clear()
+
+    monkeypatch.setattr(bindings, "_cuLaunchKernel", never_done, raising=False)
+    start = time.monotonic()
+    for error in world.establish(row(2), spec(2)):
+        assert type(error) is RendezvousError
+        assert "'storing multicast probes' failed in process 1: the device of rank 1" in str(error)
+    assert time.monotonic() - start < 10
+    assert world.holdings()[0] == {}
+    bindings.busy.set()
 
 
 def test_no_kernel_for_it_leads_to_unicast(sockets, monkeypatch, caplog):

@@ -4,6 +4,10 @@ import importlib.util
 import json
 import multiprocessing
 import pathlib
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -190,6 +194,55 @@ def test_eight_processes_at_once(places, tmp_path):
     assert log.read_text() == "compiled\n", "one compiles, the others wait for it"
     names = {path.name for path in store.cache_folder().iterdir()}
     assert names == {f"{KEY}.cubin", f"{KEY}.json", f"{KEY}.lock"}, "no temporary files are left"
+
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def locked_by_another(places, monkeypatch):
+    """The compiler is there, and a process holds the lock of the kernel; ends that process."""
+    monkeypatch.setattr(store, "require_compiler", lambda *_: None)
+    folder = store.cache_folder()
+    folder.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / f"{KEY}.lock")], stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"held\n"
+
+    def end():
+        holder.kill()
+        holder.wait()
+
+    yield end
+    end()
+    holder.stdout.close()
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
+    locked_by_another, monkeypatch
+):
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.3)
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match=rf"{KEY}\.lock locked for over 0\.3 s"):
+        store.find(SMALL)
+    assert 0.3 < time.monotonic() - start < 5
+
+
+def test_a_lock_is_waited_for_until_its_process_is_dead(locked_by_another, monkeypatch):
+    monkeypatch.setattr(store, "_compile", lambda variant, folder: "compiled")
+    start = time.monotonic()
+    end = threading.Timer(0.5, locked_by_another)
+    end.start()
+    assert store.find(SMALL) == "compiled"
+    assert time.monotonic() - start > 0.4
+    end.join()
 
 
 @needs_compiler
