@@ -4,6 +4,7 @@ A command is a line on stdin, [name, options], and names a function of this file
 line on the descriptor in argv[1]: what the function returned or raised, and the seconds it took.
 """
 
+import functools
 import json
 import os
 import resource
@@ -262,6 +263,11 @@ def leave(how):
 
 
 if __name__ == "__main__":
+    heartbeat = os.environ.get("MEMBER_HEARTBEAT_TIMEOUT")
+    if heartbeat:
+        jax.distributed.initialize = functools.partial(
+            jax.distributed.initialize, heartbeat_timeout_seconds=int(heartbeat)
+        )
     launch.initialize(share_gpus=True)
     answers = int(sys.argv[1])
 

@@ -228,3 +228,22 @@ def test_the_death_of_a_process_is_told_to_all_others(job, how):
     for outcome in job.ask("run", members=survivors):
         assert "no communicator for" in outcome.message
         assert outcome.seconds < 1
+
+
+@pytest.mark.long
+def test_survivors_hear_of_a_death_before_the_heartbeat_ends_them(start_job):
+    """With a deadline below the heartbeat's, as by default. JAX ends them all the same."""
+    heartbeat_s = 10
+    job = start_job(MEMBER_HEARTBEAT_TIMEOUT=str(heartbeat_s))
+    job.ask("compile_")
+    assert all(outcome.value == "right" for outcome in job.ask("run"))
+    survivors = job.others(1)
+    job[1].kill()
+    start = time.monotonic()
+    outcomes = job.ask("run_until_it_fails", members=survivors)
+    assert time.monotonic() - start < heartbeat_s - 2
+    assert all("rank 1 (device" in outcome.value["message"] for outcome in outcomes), outcomes
+    assert all("rank 1 (device" in outcome.value["check"] for outcome in outcomes), outcomes
+    assert all(survivor.process.wait(5 * heartbeat_s) for survivor in survivors)
+    assert time.monotonic() - start > heartbeat_s - 3
+    assert all("failed: after 2 s rank 1" in survivor.text() for survivor in survivors)
