@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_latent_tail import native
-from jax_latent_tail.communicator import bounded, cuda_memory, descriptors, group, multicast
+from jax_latent_tail.communicator import bounded, cuda_memory, group, multicast
 from jax_latent_tail.communicator.cuda_memory import Block, Kind, Region, naming, quietly
 from jax_latent_tail.communicator.driver import Device, Driver, DriverError
 from jax_latent_tail.communicator.group import DeviceTable, Member
@@ -195,7 +195,6 @@ class CudaCommunicator:
         library: native.Library | UnavailableError,
         driver: Driver | None = None,
         environ: Mapping[str, str] = os.environ,
-        read_user: descriptors.UserReader = descriptors.peer_user,
         host: str | None = None,
     ) -> "CudaCommunicator":
         """Makes a communicator in every process of the table, or in none.
@@ -208,7 +207,6 @@ class CudaCommunicator:
           devices: the `jax.Device` of each id.
           library: the native library, or why this process has none.
           driver: None loads cuda-bindings.
-          read_user: see `descriptors`.
           host: what tells hosts apart; None reads the boot id.
 
         Raises:
@@ -236,7 +234,7 @@ class CudaCommunicator:
                 return self._look_at_devices(host or _BOOT_ID.read_text().strip())
 
             facts = rendezvous.agree("looking at the devices", check)
-            self._make(settings, facts, read_user)
+            self._make(settings, facts)
         except Refusal:
             self._abandon(agreed=True)
             raise
@@ -315,12 +313,7 @@ class CudaCommunicator:
         kept = sorted({key[3].name for key in _homes if key[:3] == served})
         return {"host": host, "user": os.geteuid(), "devices": facts, "kept": kept}
 
-    def _make(
-        self,
-        settings: Settings,
-        facts: Sequence[Mapping[str, Any]],
-        read_user: descriptors.UserReader,
-    ) -> None:
+    def _make(self, settings: Settings, facts: Sequence[Mapping[str, Any]]) -> None:
         """The agreed steps from the devices on."""
         rendezvous = self._rendezvous
         hosts, devices = _compare(rendezvous, facts)
@@ -350,7 +343,6 @@ class CudaCommunicator:
                 for member in self._local
                 if (home := _homes.get(self._home_key(kind, member))) and not home.in_use
             },
-            read_user=read_user,
         )
         if settings.multicast:
             request = self._with_multicast_granule(request, kinds)

@@ -329,7 +329,6 @@ class Request:
     workspace_bytes: int
     granule: int = 1
     kept_controls: Mapping[tuple[Kind, Member], Block] = dataclasses.field(default_factory=dict)
-    read_user: descriptors.UserReader = descriptors.peer_user
 
     @property
     def local(self) -> tuple[Member, ...]:
@@ -581,9 +580,7 @@ def exchange_descriptors(
                 outgoing[process] = [fd for member in mine for fd in exported[member]]
                 theirs = request.of_process(process, sharing_with=rendezvous.me)
                 expected[process] = count * len(theirs)
-        received = descriptors.swap(
-            rendezvous, f"passing {what} memory", outgoing, expected, request.read_user
-        )
+        received = descriptors.swap(rendezvous, f"passing {what} memory", outgoing, expected)
     finally:
         for mine_exported in exported.values():
             descriptors.close_all(mine_exported)

@@ -186,7 +186,6 @@ def swap(
     step: str,
     outgoing: Mapping[int, Sequence[int]],
     expected: Mapping[int, int],
-    read_user: UserReader = peer_user,
 ) -> dict[int, list[int]]:
     """Descriptors to and from other processes; two agreed steps, taken by all of them.
 
@@ -208,14 +207,14 @@ def swap(
         nonlocal exchange
         if not expected:
             return None
-        exchange = Exchange(expected, read_user)
+        exchange = Exchange(expected)
         return exchange.address
 
     def hand_over() -> None:
         failure: Exception | None = None
         for process, descriptors in outgoing.items():
             try:
-                send(rendezvous.me, addresses[process], descriptors, read_user)
+                send(rendezvous.me, addresses[process], descriptors)
             except (PassingError, OSError) as error:
                 failure = failure or error  # the others need not wait for theirs
         if failure:

@@ -251,9 +251,7 @@ def _pass(
             taken = _rooted_at(process, groups[rendezvous.me], roots)
             if taken:
                 expected[process] = len(taken)
-        received = swap(
-            rendezvous, "passing multicast objects", outgoing, expected, request.read_user
-        )
+        received = swap(rendezvous, "passing multicast objects", outgoing, expected)
     finally:
         close_all(list(exported.values()))
     return {

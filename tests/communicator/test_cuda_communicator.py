@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from world import World, current_process, nothing_left, row, spec
 
-from jax_latent_tail.communicator import cuda
+from jax_latent_tail.communicator import cuda, descriptors
 from jax_latent_tail.communicator.cuda import CudaCommunicator
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.errors import (
@@ -360,18 +360,20 @@ def test_sizes_that_no_kernel_serves(sizes, reason):
 # Late and missing processes.
 
 
-def test_a_late_process_is_waited_for(sockets):
+def test_a_late_process_is_waited_for(sockets, monkeypatch):
     world = World([1, 1])
     world.processes[1].late_s = 0.7
-    world.processes[0].options["read_user"] = _slow_user  # late in the middle, too
+    send = descriptors.send
+
+    def send_late(*arguments):
+        if current_process() is world.processes[0]:
+            time.sleep(0.3)  # late in the middle, too
+        send(*arguments)
+
+    monkeypatch.setattr(descriptors, "send", send_late)
     made = world.establish(row(2), spec(2))
     world.check_wired(made, row(2), spec(2))
     world.close(made)
-
-
-def _slow_user(connection):
-    time.sleep(0.3)
-    return cuda.descriptors.peer_user(connection)
 
 
 def test_a_missing_process_is_named_and_a_retry_by_all_succeeds(sockets):

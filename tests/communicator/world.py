@@ -114,7 +114,6 @@ class Process:
     ordinals: dict
     native_library: object = dataclasses.field(default_factory=Library)
     environ: dict = dataclasses.field(default_factory=dict)
-    options: dict = dataclasses.field(default_factory=dict)
     timeout_s: float = 20.0
     late_s: float = 0.0
 
@@ -212,7 +211,6 @@ class World:
                     driver=Driver(process.bindings),
                     environ=process.environ,
                     host=process.host,
-                    **process.options,
                 )
 
         if processes is None:
