@@ -146,6 +146,8 @@ class Device:
                 errors.append(error)
 
         late = bounded.within(synchronize, timeout_s)
+        if late:
+            bounded.get_ready()  # in place of the thread that is given up
         if errors:
             raise errors[0]
         return late
