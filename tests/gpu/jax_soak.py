@@ -75,7 +75,7 @@ class Sizes:
 
 
 SIZES = {
-    "cuda": Sizes(ranks.L, ranks.H, 16, (1, 2, 8, 32, 64, 64, 96, 128), 1 << 18),
+    "cuda": Sizes(ranks.L, ranks.H, 16, (1, 2, 8, 32, 64, 128, 96, 64), 1 << 18),
     "cpu": Sizes(48, 256, 8, (1, 4, 16, 32), 1 << 12),
 }
 
@@ -196,8 +196,9 @@ def soak(platform, sizes, plan, length, delay):
             def of(array):
                 return lax.dynamic_slice_in_dim(array[index], first, tokens)
 
-            # Ties the call to the one before. Never true, as the compiler cannot know.
-            factor = jnp.where(wrong["shard"][0] + behind < 0, 2, 1).astype(rows.dtype)
+            # Ties the call to those before. Never below 0, which the compiler cannot know.
+            before = wrong["shard"][0] + wrong["sum"][0] + behind
+            factor = jnp.where(before < 0, 2, 1).astype(rows.dtype)
             if what == "gather":
                 got = {"sum": gather(platform, of(x) * factor, of(residual) * one)}
                 want = {"sum": of(total)}

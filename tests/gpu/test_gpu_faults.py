@@ -21,7 +21,7 @@ ON_GPU = PLATFORMS.startswith("cuda")
 ENVIRONMENT = {"JAX_PLATFORMS": PLATFORMS, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 DEADLINE_S = 4.0  # ranks that share a GPU by time slices are slow
-MEETING_S = 6.0
+MEETING_S = 8.0
 
 # All under a daemon of their own: one that loses a client may be of no use to the next job.
 SHARING = ["mps", "time slices"] if ON_GPU else ["cores"]
