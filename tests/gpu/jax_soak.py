@@ -41,6 +41,7 @@ from jax_latent_tail.kernels import geometry, processes
 SETS = 8
 MOST_TOKENS = 40  # of one call; the rows of a set
 OUTPUTS = ("latent", "shard", "sum")
+REPORT = ("compiled", "calls:", "wrong", "digest:", "KiB")  # how its lines begin
 IN_FLIGHT = 6  # programs that are dispatched ahead
 
 SPECS = {
@@ -307,6 +308,7 @@ def run(arguments):
             read_one()
         if done > (len(used) + 1) * arguments.calls / 20:
             used.append(memory())
+            print(f"so far {done} calls, wrong elements {wrong.tolist()}", flush=True)
     while running:
         read_one()
     seconds = time.perf_counter() - start
@@ -359,7 +361,8 @@ def main():
         run(arguments)
         return
     for index, text in enumerate(start(arguments)):
-        print(f"--- process {index}", *text.splitlines()[-4:], sep="\n")
+        said = [line for line in text.splitlines() if line.startswith(REPORT)]
+        print(f"--- process {index}", *said, sep="\n")
 
 
 if __name__ == "__main__":
