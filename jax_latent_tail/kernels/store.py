@@ -39,9 +39,8 @@ _FORMAT = 1
 FOLDER_VARIABLE = "JAX_LATENT_TAIL_CUBINS"
 CACHE_VARIABLE = "JAX_LATENT_TAIL_CACHE"
 
-COMPILE_TIMEOUT_S = 300.0
-
 # Less than processes wait for each other when a communicator is made: they hear why there is none.
+COMPILE_TIMEOUT_S = 240.0
 LOCK_TIMEOUT_S = 240.0
 _LOCK_POLL_S = 0.05
 
