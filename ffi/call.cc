@@ -126,11 +126,13 @@ void DecodeTail(const Spec& spec, Checker& checker, Buffers& buffers) {
 }  // namespace
 
 std::string Attributes::ToString() const {
-  return std::string(spec.gathers ? "all_gather_add on " : "") + "devices " +
-         latent_tail::ToString(devices) + " (groups of " + std::to_string(spec.tp) +
-         "), latent_dim " + std::to_string(spec.latent_dim) + ", hidden_dim " +
-         std::to_string(spec.hidden_dim) + ", top_k " + std::to_string(spec.top_k) +
-         ", max_tokens " + std::to_string(spec.max_tokens);
+  const char* op = !spec.gathers     ? ""
+                   : spec.latent_dim ? "up_gather_add on "
+                                     : "all_gather_add on ";
+  return std::string(op) + "devices " + latent_tail::ToString(devices) + " (groups of " +
+         std::to_string(spec.tp) + "), latent_dim " + std::to_string(spec.latent_dim) +
+         ", hidden_dim " + std::to_string(spec.hidden_dim) + ", top_k " +
+         std::to_string(spec.top_k) + ", max_tokens " + std::to_string(spec.max_tokens);
 }
 
 ffi::ErrorOr<Attributes> DecodeAttributes(ffi::Dictionary dictionary) {
@@ -158,9 +160,9 @@ ffi::ErrorOr<Attributes> DecodeAttributes(ffi::Dictionary dictionary) {
   if (fault) return ffi::Unexpected(*fault);
   bool sound = spec.tp > 0 && spec.latent_dim >= 0 && spec.hidden_dim >= 0 && spec.top_k >= 0 &&
                spec.latent_dim + spec.hidden_dim > 0 && spec.hidden_dim % spec.tp == 0 &&
-               (!spec.gathers || spec.latent_dim == 0) && (spec.gathers || !spec.has_residual) &&
-               spec.max_tokens > 0 && attributes.devices.size() > 0 &&
-               attributes.devices.size() % spec.tp == 0;
+               (!spec.gathers || (spec.hidden_dim > 0 && spec.top_k == 0)) &&
+               (spec.gathers || !spec.has_residual) && spec.max_tokens > 0 &&
+               attributes.devices.size() > 0 && attributes.devices.size() % spec.tp == 0;
   if (!sound)
     return ffi::Unexpected(Invalid("attributes contradict each other: " + attributes.ToString()));
   return attributes;
@@ -172,6 +174,11 @@ ffi::ErrorOr<Buffers> DecodeBuffers(const Spec& spec, ffi::RemainingArgs argumen
   Buffers buffers;
   if (spec.gathers) {
     buffers.tokens = checker.RowsOfArgument(0);
+    if (spec.latent_dim > 0) {
+      buffers.projected =
+          checker.Argument<uint16_t>("latent", kBf16, {buffers.tokens, spec.latent_dim});
+      buffers.w_up = checker.Argument<uint16_t>("w_up", kBf16, {spec.latent_dim, spec.shard_dim()});
+    }
     buffers.x = checker.Argument<uint16_t>("x", kBf16, {buffers.tokens, spec.shard_dim()});
     if (spec.has_residual) {
       buffers.residual =

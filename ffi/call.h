@@ -22,7 +22,8 @@ struct Spec {
   int64_t max_tokens = 0;
   float eps = 0;
   bool fp32_internal = false;
-  bool gathers = false;       // all_gather_add of rows of shard_dim columns each
+  bool gathers = false;       // all_gather_add of rows of shard_dim columns each, which with a
+                              // latent_dim are computed first
   bool has_residual = false;  // which adds one
 
   int64_t shard_dim() const { return hidden_dim / tp; }
@@ -45,18 +46,20 @@ struct Attributes {
 
 // Buffers of a checked call; bf16 words as uint16_t. Null where the call has no such operand.
 struct Buffers {
-  int64_t tokens = 0;                  // M
-  int64_t permuted_rows = 0;           // P, where the call finalizes
-  const uint16_t* rows = nullptr;      // [M, L] or [P, L]
-  const uint16_t* weights = nullptr;   // [M, K]
-  const int32_t* indices = nullptr;    // [M, K]
-  const uint16_t* gamma = nullptr;     // [L]
-  const uint16_t* shared = nullptr;    // [M, H]
-  uint16_t* latent = nullptr;          // [M, L]
-  uint16_t* shard = nullptr;           // [M, S]
-  const uint16_t* x = nullptr;         // of an all_gather_add: [M, S]
-  const uint16_t* residual = nullptr;  // [M, H]
-  uint16_t* gathered = nullptr;        // [M, H]
+  int64_t tokens = 0;                   // M
+  int64_t permuted_rows = 0;            // P, where the call finalizes
+  const uint16_t* rows = nullptr;       // [M, L] or [P, L]
+  const uint16_t* weights = nullptr;    // [M, K]
+  const int32_t* indices = nullptr;     // [M, K]
+  const uint16_t* gamma = nullptr;      // [L]
+  const uint16_t* shared = nullptr;     // [M, H]
+  uint16_t* latent = nullptr;           // [M, L]
+  uint16_t* shard = nullptr;            // [M, S]
+  const uint16_t* projected = nullptr;  // of a gather with a latent_dim: [M, L]
+  const uint16_t* w_up = nullptr;       // [L, S]
+  const uint16_t* x = nullptr;          // of any gather: [M, S]
+  const uint16_t* residual = nullptr;   // [M, H]
+  uint16_t* gathered = nullptr;         // [M, H]
 };
 
 ffi::ErrorOr<Attributes> DecodeAttributes(ffi::Dictionary attributes);

@@ -10,7 +10,7 @@ namespace {
 // The kernel's parameter list and the record's first fields: `kernels/abi.py`, version 1.
 struct LaunchParams {
   uint64_t rows, weights, indices, gamma, latent, shared, shard, control;
-  int32_t tokens, max_tokens, permuted_rows, top_k, rank, roles, channel;
+  int32_t tokens, slots, permuted_rows, top_k, rank, roles, channel;
   uint32_t call_hash;
   float eps;
 };
@@ -69,12 +69,12 @@ ffi::Error CheckUsable(const Rank& rank, const Attributes& attributes) {
 ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers, CUstream stream) {
   const Spec& spec = rank.spec;
   LaunchParams params = {};
-  // An all_gather_add takes the places of what it resembles: a row of its own for every rank.
+  // A gather takes the places of what it resembles: a row of its own for every rank.
   params.rows = Address(spec.gathers ? buffers.residual : buffers.rows);
-  params.weights = Address(buffers.weights);
+  params.weights = Address(spec.gathers ? buffers.w_up : buffers.weights);
   params.indices = Address(buffers.indices);
   params.gamma = Address(buffers.gamma);
-  params.latent = Address(buffers.latent);
+  params.latent = Address(spec.gathers ? buffers.projected : buffers.latent);
   params.shared = Address(spec.gathers ? buffers.x : buffers.shared);
   params.shard = Address(spec.gathers ? buffers.gathered : buffers.shard);
   const uint64_t arrays[] = {params.rows,   params.weights, params.indices, params.gamma,
@@ -87,18 +87,19 @@ ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers
   }
   params.control = rank.control;
   params.tokens = static_cast<int32_t>(buffers.tokens);
-  params.max_tokens = static_cast<int32_t>(spec.max_tokens);
+  params.slots = static_cast<int32_t>(rank.slots);
   params.permuted_rows = static_cast<int32_t>(buffers.permuted_rows);
   params.top_k = static_cast<int32_t>(spec.top_k);
   params.rank = static_cast<int32_t>(rank.rank);
-  params.roles = (spec.latent_dim ? kRoutedMask : 0) | (spec.hidden_dim ? kSharedMask : 0);
+  const bool routed = spec.latent_dim > 0 && !spec.gathers, shared = spec.hidden_dim > 0;
+  params.roles = (routed ? kRoutedMask : 0) | (shared ? kSharedMask : 0);
   params.call_hash = rank.call_hash;
   params.eps = spec.eps;
-  void* parameters[] = {
-      &params.rows,          &params.weights, &params.indices, &params.gamma,  &params.latent,
-      &params.shared,        &params.shard,   &params.control, &params.tokens, &params.max_tokens,
-      &params.permuted_rows, &params.top_k,   &params.rank,    &params.roles,  &params.channel,
-      &params.call_hash,     &params.eps};
+  void* parameters[] = {&params.rows,   &params.weights, &params.indices,       &params.gamma,
+                        &params.latent, &params.shared,  &params.shard,         &params.control,
+                        &params.tokens, &params.slots,   &params.permuted_rows, &params.top_k,
+                        &params.rank,   &params.roles,   &params.channel,       &params.call_hash,
+                        &params.eps};
 
   const latent_tail_cuda_plan& plan = rank.plans[buffers.tokens - 1];
   const latent_tail_cuda_kernel& kernel = rank.kernels[plan.kernel];
@@ -110,7 +111,7 @@ ffi::Error Launch(const Driver& driver, const Rank& rank, const Buffers& buffers
   CUlaunchConfig config = {};
   config.gridDimX = plan.token_ctas;
   config.gridDimY = kernel.cluster;
-  config.gridDimZ = spec.latent_dim && spec.hidden_dim ? 2 : 1;
+  config.gridDimZ = routed && shared ? 2 : 1;
   config.blockDimX = kernel.threads;
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = kernel.smem_bytes;
@@ -159,6 +160,7 @@ extern "C" void* latent_tail_cuda_add_rank(const latent_tail_cuda_rank* declared
   rank->ordinal = declared->ordinal;
   rank->rank = declared->rank;
   rank->call_hash = declared->call_hash;
+  rank->slots = declared->slots;
   rank->pdl = declared->pdl != 0;
   Rank* next = latent_tail::cuda::head.load(std::memory_order_relaxed);
   do {

@@ -44,7 +44,8 @@ struct latent_tail_cuda_rank {
   uint32_t ordinal;  // of the device in this process
   uint32_t rank;     // in its group
   uint32_t call_hash;
-  uint32_t pdl;  // nonzero: launch with programmatic stream serialization
+  uint32_t slots;  // in each buffer of the workspace
+  uint32_t pdl;    // nonzero: launch with programmatic stream serialization
   uint32_t gathers, has_residual;
 };
 
@@ -64,6 +65,7 @@ struct Rank {
   uint32_t ordinal = 0;
   uint32_t rank = 0;
   uint32_t call_hash = 0;
+  uint32_t slots = 0;
   bool pdl = false;
   std::atomic<bool> closed{false};
   const Rank* next = nullptr;

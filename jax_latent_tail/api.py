@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_latent_tail import primitive, reference
+from jax_latent_tail import primitive
 from jax_latent_tail.checks import (
     check_axis_names,
     check_count,
@@ -176,11 +176,7 @@ def all_gather_add(
     )
     if residual is None:
         return call(x)
-    _check_array("residual", residual, "bfloat16", ndim=2)
-    shape = (x.shape[0], x.shape[1] * lax.axis_size(axis_name))
-    if residual.shape != shape:
-        raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}: [M, tp * S]")
-    _check_equal_on_all_ranks("residual", residual, axis_name)
+    _check_residual(residual, (x.shape[0], x.shape[1] * lax.axis_size(axis_name)), axis_name)
     return call(x, residual)
 
 
@@ -226,13 +222,15 @@ def moe_tail(
     shape = (latent.shape[1], shard.shape[1])
     if w_up.shape != shape:
         raise ArgumentValueError("w_up", f"of shape {w_up.shape}", f"{shape}: [L, H / tp]")
-    up = jnp.dot(latent, w_up, preferred_element_type=jnp.float32)
-    columns = reference.round_to_bf16(up + shard.astype(jnp.float32)).astype(jnp.bfloat16)
-    return all_gather_add(
-        columns,
-        residual,
-        axis_name=axis_name,
-        max_tokens=max_tokens,
+    names = _check_axis_name(axis_name)
+    arrays = [latent, _vary_over_group(names, w_up), shard]
+    if residual is not None:
+        _check_residual(residual, (latent.shape[0], shared.shape[1]), names)
+        arrays.append(residual)
+    return primitive.up_gather_add(
+        names,
+        *arrays,
+        max_tokens=int(max_tokens),
         implementation=implementation,
     )
 
@@ -355,6 +353,13 @@ def _check_array(name: str, x: Any, dtype: str, ndim: int) -> None:
         raise ArgumentValueError(name, f"of shape {x.shape}", allowed)
     if jax.typeof(x).manual_axis_type.unreduced:
         raise ArgumentTypeError(name, f"of type {jax.typeof(x)}", f"{allowed}, not unreduced")
+
+
+def _check_residual(residual: Any, shape: tuple[int, int], axis_name: AxisName) -> None:
+    _check_array("residual", residual, "bfloat16", ndim=2)
+    if residual.shape != shape:
+        raise ArgumentValueError("residual", f"of shape {residual.shape}", f"{shape}: [M, tp * S]")
+    _check_equal_on_all_ranks("residual", residual, axis_name)
 
 
 def _check_equal_on_all_ranks(name: str, x: Any, axis_name: AxisName) -> None:

@@ -35,11 +35,14 @@ def prepare(
     Args:
       mesh: the mesh of the shard_map, with its devices.
       axis_name: the group, as in the call.
-      latent_dim: L of `fused` and `all_reduce_rms_norm`; None for the others.
+      latent_dim: L of `fused` and `all_reduce_rms_norm`, and with `gather` of the up-projection;
+        None for the others.
       hidden_dim: H, a multiple of tp; None for `all_reduce_rms_norm`.
       top_k: K where the call finalizes expert rows.
-      gather: for `all_gather_add`. A `moe_tail` makes two kinds of calls: `fused`, and this one.
-      residual: whether that has one.
+      gather: for `all_gather_add`, or with a latent_dim for the up-projection that ends in one. A
+        `moe_tail` makes calls of two kinds: `fused`, and on GPUs the latter for few tokens (see
+        docs/cuda.md), the former for more, and on CPUs for any number.
+      residual: whether the gather adds one.
       eps, fp32_internal, max_tokens, implementation: as in the call.
 
     Returns:
@@ -60,8 +63,10 @@ def prepare(
         raise ArgumentValueError("latent_dim", None, "an integer, where hidden_dim is None")
     if latent_dim is None and top_k is not None:
         raise ArgumentValueError("top_k", top_k, "None, where latent_dim is None")
-    if gather and latent_dim is not None:
-        raise ArgumentValueError("latent_dim", latent_dim, "None, where gather is True")
+    if gather and hidden_dim is None:
+        raise ArgumentValueError("hidden_dim", None, "an integer, where gather is True")
+    if gather and top_k is not None:
+        raise ArgumentValueError("top_k", top_k, "None, where gather is True")
     if residual and not gather:
         raise ArgumentValueError("residual", residual, "False, where gather is False")
     sizes: dict[str, Any] = {"latent_dim": latent_dim, "hidden_dim": hidden_dim, "top_k": top_k}
@@ -75,7 +80,8 @@ def prepare(
     if hidden_dim is not None and hidden_dim % tp:
         raise ArgumentValueError("hidden_dim", hidden_dim, f"a multiple of the {tp} ranks")
     if gather:
-        spec = gather_spec(tp, sizes["hidden_dim"] // tp, bool(residual), int(max_tokens))
+        shard_dim = sizes["hidden_dim"] // tp
+        spec = gather_spec(tp, shard_dim, bool(residual), int(max_tokens), sizes["latent_dim"])
     else:
         spec = TailSpec(
             tp=tp,

@@ -31,7 +31,7 @@ CPU_TARGET = "jax_latent_tail_cpu"
 # 0: lower to calls that XLA does not capture.
 CAPTURE_VARIABLE = "JAX_LATENT_TAIL_CAPTURE"
 
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 _CUDA_DRIVER = "libcuda.so.1"
 _MAX_MESSAGE = 4096
 
@@ -87,6 +87,7 @@ class _CudaRank(ctypes.Structure):
         ("ordinal", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
         ("call_hash", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
         ("pdl", ctypes.c_uint32),
         ("gathers", ctypes.c_uint32),
         ("has_residual", ctypes.c_uint32),
@@ -265,6 +266,7 @@ class Library:
         control: int,
         record: int,
         call_hash: int,
+        slots: int,
         kernels: Sequence[CudaKernel],
         plans: Sequence[tuple[int, int]],
         pdl: bool,
@@ -278,6 +280,7 @@ class Library:
           control: device address of the control block.
           record: host address of the rank's `abi.Record`.
           call_hash: what the headers of this rank's calls carry.
+          slots: in each buffer of the workspace.
           kernels: those of the cubin.
           plans: (index into kernels, token CTAs) for 1..max_tokens tokens.
           pdl: whether to launch with programmatic stream serialization.
@@ -300,6 +303,7 @@ class Library:
             ordinal=ordinal,
             rank=rank,
             call_hash=call_hash,
+            slots=slots,
             pdl=pdl,
         )
         handle = self.handle.latent_tail_cuda_add_rank(ctypes.byref(declared))

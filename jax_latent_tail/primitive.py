@@ -24,6 +24,7 @@ latent_tail_p = Primitive("latent_tail")
 latent_tail_p.multiple_results = True
 
 all_gather_add_p = Primitive("all_gather_add")
+up_gather_add_p = Primitive("up_gather_add")
 
 
 def latent_tail(
@@ -53,6 +54,31 @@ def all_gather_add(
     if result.shape[0] == 0:
         return _no_rows(result)
     return all_gather_add_p.bind(*arrays, **params)
+
+
+def up_gather_add(
+    axis_name: AxisName,
+    *arrays: jax.Array,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`all_gather_add` of `reference.up_projection`; the arguments of that, and perhaps a residual.
+
+    As one native call for few tokens on GPUs, otherwise as these two operations. `max_tokens` and
+    `implementation` are what the gather has.
+    """
+    has_residual = len(arrays) > 3
+    tp, (latent_dim, shard_dim) = lax.axis_size(axis_name), arrays[1].shape
+    params = {
+        "spec": gather_spec(tp, shard_dim, has_residual, max_tokens, latent_dim),
+        "axis_name": axis_name,
+        "gather": gather_spec(tp, shard_dim, has_residual, max_tokens),
+        "implementation": implementation,
+    }
+    result = _up_gather_add_type(*map(jax.typeof, arrays), **params)
+    if result.shape[0] == 0:
+        return _no_rows(result)
+    return up_gather_add_p.bind(*arrays, **params)
 
 
 def _one_row_of_nan(rows: jax.Array) -> jax.Array:
@@ -94,6 +120,14 @@ def _all_gather_add_type(
 ) -> Any:
     assert spec.hidden_dim is not None
     return _rows_like(avals[0], spec.hidden_dim, _varying(avals) - set(axis_name))
+
+
+@up_gather_add_p.def_abstract_eval
+def _up_gather_add_type(
+    *avals: Any, spec: TailSpec, axis_name: AxisName, gather: TailSpec, implementation: str | None
+) -> Any:
+    assert spec.hidden_dim is not None
+    return _rows_like(avals[2], spec.hidden_dim, _varying(avals) - set(axis_name))
 
 
 def _varying(avals: Sequence[Any]) -> frozenset[str]:
@@ -144,6 +178,22 @@ def _jvp_all_gather_add(
     return y, _tangents(unfused, primals, tangents)
 
 
+def _jvp_up_gather_add(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    gather: TailSpec,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    unfused = functools.partial(reference.unfused_up_gather_add, axis_name)
+    y = up_gather_add(
+        axis_name, *primals, max_tokens=gather.max_tokens, implementation=implementation
+    )
+    return y, _tangents(unfused, primals, tangents)
+
+
 def _tangents(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The output tangents of `function`; inputs whose tangent is zero are constants to it."""
     moving = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
@@ -160,6 +210,7 @@ def _tangents(function: Callable[..., Any], primals: Sequence[Any], tangents: Se
 
 ad.primitive_jvps[latent_tail_p] = _jvp_latent_tail
 ad.primitive_jvps[all_gather_add_p] = _jvp_all_gather_add
+ad.primitive_jvps[up_gather_add_p] = _jvp_up_gather_add
 
 
 # vmap: a batch of calls is one call with more tokens, for rows do not interact.
@@ -229,6 +280,32 @@ def _batch_all_gather_add(
     return _split_leading(y, size, stacked[0].shape[1]), 0
 
 
+def _batch_up_gather_add(
+    axis_data: Any,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    spec: TailSpec,
+    axis_name: AxisName,
+    gather: TailSpec,
+    implementation: str | None,
+) -> tuple[jax.Array, int | None]:
+    _refuse_axis_of_group(axis_data, axis_name)
+    call = functools.partial(
+        up_gather_add, axis_name, max_tokens=gather.max_tokens, implementation=implementation
+    )
+    if all(dim is None for dim in dims):
+        return call(*arrays), None
+    size = axis_data.size
+    stacked = _stacked(arrays, dims, size, axis_name)
+    of_tokens = [index for index in range(len(arrays)) if index != 1]  # all but w_up
+    if dims[1] is not None or _tokens_are_split([stacked[index] for index in of_tokens]):
+        return lax.map(lambda arrays: call(*arrays), stacked), 0
+    merged = [_merge_leading(x) for x in stacked]
+    merged[1] = arrays[1]
+    return _split_leading(call(*merged), size, stacked[0].shape[1]), 0
+
+
 def _refuse_axis_of_group(axis_data: Any, axis_name: AxisName) -> None:
     if axis_data.name in axis_name:
         raise ArgumentValueError(
@@ -278,6 +355,7 @@ def _indices_into_merged_rows(stacked: Operands) -> jax.Array:
 
 batching.fancy_primitive_batchers[latent_tail_p] = _batch_latent_tail
 batching.fancy_primitive_batchers[all_gather_add_p] = _batch_all_gather_add
+batching.fancy_primitive_batchers[up_gather_add_p] = _batch_up_gather_add
 
 
 # Lowering: plain collectives on any platform, and the native library's calls where it can serve.
@@ -302,9 +380,30 @@ def _plain_all_gather_add(
     return reference.all_gather_add(axis_name, x, residual)
 
 
+def _plain_up_gather_add(
+    latent: jax.Array,
+    w_up: jax.Array,
+    shard: jax.Array,
+    *residual: jax.Array,
+    spec: TailSpec,
+    axis_name: AxisName,
+    gather: TailSpec,
+    implementation: str | None,
+) -> jax.Array:
+    del spec
+    return all_gather_add(
+        axis_name,
+        reference.up_projection(latent, w_up, shard),
+        *residual,
+        max_tokens=gather.max_tokens,
+        implementation=implementation,
+    )
+
+
 _LOWER_PLAIN = {
     latent_tail_p: mlir.lower_fun(_plain_latent_tail, multiple_results=True),
     all_gather_add_p: mlir.lower_fun(_plain_all_gather_add, multiple_results=False),
+    up_gather_add_p: mlir.lower_fun(_plain_up_gather_add, multiple_results=False),
 }
 
 
@@ -318,6 +417,9 @@ def _lower(
     """`platform` is None for those without a native implementation."""
     module = ctx.module_context
     spec: TailSpec = params["spec"]
+    insisted = params["implementation"]
+    if spec.projects and insisted != "xla":
+        insisted = None  # it may be two operations, of which the gather is then insisted on
     chosen = choice.choose(
         platform or "/".join(module.platforms),
         spec,
@@ -326,7 +428,7 @@ def _lower(
         params["axis_name"],
         exporting=module.lowering_parameters.for_export,
         stream=getattr(ctx.jaxpr_eqn_ctx, "compute_type", None),
-        insisted=params["implementation"],
+        insisted=insisted,
     )
     if chosen.implementation == "xla":
         return _LOWER_PLAIN[primitive](ctx, *operands, **params)

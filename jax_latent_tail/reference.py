@@ -120,6 +120,24 @@ def unfused_all_gather_add(
     return total.astype(jnp.bfloat16)
 
 
+def unfused_up_gather_add(
+    axis_name: AxisName,
+    latent: jax.Array,
+    w_up: jax.Array,
+    shard: jax.Array,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """The up-projection and the gather, to be differentiated."""
+    columns = jnp.dot(latent, w_up, preferred_element_type=jnp.float32) + _fp32(shard)
+    return unfused_all_gather_add(axis_name, columns, residual)
+
+
+def up_projection(latent: jax.Array, w_up: jax.Array, shard: jax.Array) -> jax.Array:
+    """latent [M, L] @ w_up [L, S] + shard [M, S] in fp32, with one rounding to bf16."""
+    up = jnp.dot(latent, w_up, preferred_element_type=jnp.float32)
+    return round_to_bf16(up + _fp32(shard)).astype(jnp.bfloat16)
+
+
 def _finalize(operands: Operands) -> jax.Array:
     """The fp32 sums [M, L] of weighted expert rows, over slots in ascending order."""
     terms = []

@@ -16,6 +16,9 @@ AxisName = tuple[str, ...]
 # Tokens a native workspace has room for unless the caller says otherwise: a decode step's.
 DEFAULT_MAX_TOKENS = 128
 
+# Most tokens for which there is a native call that also computes the up-projection.
+MOST_PROJECTED_TOKENS = 32
+
 # What `implementation=` may be: None chooses, "xla" means plain collectives.
 IMPLEMENTATIONS = (None, "xla", "cpu", "cuda")
 
@@ -49,11 +52,12 @@ class TailSpec:
     """Sizes, rounding and limits of one call; hashable, and equal on every rank of a group.
 
     Made for every call of the package: for `fused` and its halves, and by `gather_spec` for
-    `all_gather_add`.
+    `all_gather_add` and for the up-projection that ends in one.
 
     Attributes:
       tp: ranks in the group.
-      latent_dim: L, columns of the routed half; None where the call has no routed half.
+      latent_dim: L, columns of the routed half, or rows of an up-projection; None where the call
+        has neither.
       hidden_dim: H, columns of the shared half, a multiple of tp; None where it has none.
       top_k: K, expert rows per token that the routed half finalizes; None where the routed rows
         come finalized.
@@ -61,7 +65,8 @@ class TailSpec:
       fp32_internal: False rounds the reduced row and its squares to bf16 before the row sum, True
         keeps both in fp32.
       max_tokens: tokens that a native implementation keeps room for.
-      gathers: the call is an `all_gather_add` of rows that are hidden_dim columns wide together.
+      gathers: the call is an `all_gather_add` of rows that are hidden_dim columns wide together;
+        with a latent_dim, of those that it computes by the up-projection.
       has_residual: whether that adds a residual.
     """
 
@@ -87,16 +92,21 @@ class TailSpec:
     def __str__(self) -> str:
         sizes = {"latent_dim": self.latent_dim, "hidden_dim": self.hidden_dim, "top_k": self.top_k}
         said = [f"{name} {size}" for name, size in sizes.items() if size is not None]
-        if self.latent_dim is not None:
+        if self.latent_dim is not None and not self.gathers:
             said += [f"eps {self.eps:g}"] + ["fp32_internal"] * self.fp32_internal
         said += ["residual"] * self.has_residual
         return f"{self.op} on {self.tp} ranks ({', '.join(said)}, max_tokens {self.max_tokens})"
 
     @property
+    def projects(self) -> bool:
+        """Whether the call computes by the up-projection what it gathers."""
+        return self.gathers and self.latent_dim is not None
+
+    @property
     def op(self) -> str:
-        """The public function that makes this call."""
+        """The public function that makes this call; "up_gather_add" is made by `moe_tail`."""
         if self.gathers:
-            return "all_gather_add"
+            return "up_gather_add" if self.projects else "all_gather_add"
         if self.latent_dim is None:
             return "reduce_scatter"
         return "all_reduce_rms_norm" if self.hidden_dim is None else "fused"
@@ -122,11 +132,30 @@ class TailSpec:
         return operands.rows if self.top_k is None else operands.indices
 
 
-def gather_spec(tp: int, shard_dim: int, has_residual: bool, max_tokens: int) -> TailSpec:
-    """The description of an `all_gather_add` of rows [M, shard_dim] of each rank."""
+def most_projected_tokens(tp: int, latent_dim: int, shard_dim: int) -> int:
+    """Most tokens for which that call is taken; for more, XLA's product and a gather.
+
+    Where it wins on an H200 (docs/benchmarks.md): there XLA reads the large stripes of two ranks as
+    fast, save for a single token. With more than 8 ranks there is no room for more than 16 tokens.
+    """
+    if 2 * latent_dim * shard_dim > 16 << 20:
+        return 1
+    return MOST_PROJECTED_TOKENS if tp <= 8 else 16
+
+
+def gather_spec(
+    tp: int, shard_dim: int, has_residual: bool, max_tokens: int, latent_dim: int | None = None
+) -> TailSpec:
+    """The description of an `all_gather_add` of rows [M, shard_dim] of each rank.
+
+    Args:
+      latent_dim: L, where the call computes these rows from the latent.
+    """
+    if latent_dim is not None:
+        max_tokens = min(max_tokens, most_projected_tokens(tp, latent_dim, shard_dim))
     return TailSpec(
         tp=tp,
-        latent_dim=None,
+        latent_dim=latent_dim,
         hidden_dim=tp * shard_dim,
         top_k=None,
         eps=1.0,  # nothing is normalised

@@ -15,8 +15,10 @@ def implementation(request, monkeypatch):
 
     real = choice.choose
 
-    def choose(*arguments, insisted=None, **options):
-        return real(*arguments, insisted=insisted or request.param, **options)
+    def choose(platform, spec, *arguments, insisted=None, **options):
+        if not spec.projects:  # that is a call on GPUs only
+            insisted = insisted or request.param
+        return real(platform, spec, *arguments, insisted=insisted, **options)
 
     monkeypatch.setattr(choice, "choose", choose)
     return request.param

@@ -100,6 +100,30 @@ def test_a_gather_is_prepared_too_and_numpy_integers_serve():
     assert (made.implementation, made.spec) == (prepared.implementation, prepared.spec)
 
 
+@pytest.mark.parametrize(("max_tokens", "served"), [(128, 32), (32, 32), (5, 5)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_up_projection_is_prepared_as_moe_tail_calls_it(max_tokens, served, residual):
+    prepared = prepare(gather=True, residual=residual, max_tokens=max_tokens)
+    assert prepared.spec.projects
+    assert prepared.spec.max_tokens == served
+    assert prepared.implementation == "xla"
+    assert "on GPUs only" in prepared.reason
+    mapped = jax.shard_map(
+        functools.partial(latent_tail.moe_tail, axis_name="tp", max_tokens=max_tokens),
+        mesh=make_mesh((TP,)),
+        in_specs=(P("tp"), P("tp"), P(), P(None, "tp")) + (P(),) * residual,
+        out_specs=P(),
+    )
+    shapes = [(TP * 3, L), (TP * 3, H), (L,), (L, H)] + [(3, H)] * residual
+    jax.jit(mapped).lower(*(jnp.ones(shape, jnp.bfloat16) for shape in shapes))
+    made = [made for made in choice.choices() if made.tokens == 3 and made.spec == prepared.spec]
+    assert [(m.implementation, m.reason, m.table) for m in made] == [
+        (prepared.implementation, prepared.reason, prepared.table)
+    ]
+    assert f"up_gather_add on {TP} ranks (latent_dim {L}, hidden_dim {H}" in str(made[0])
+    assert "eps" not in str(made[0])
+
+
 def test_eps_is_the_same_to_all_that_fp32_holds_alike():
     assert prepare(eps=np.float32(1e-6)).spec == prepare(eps=1e-6).spec
     assert prepare(eps=1e-6).spec.eps == 1e-6
@@ -129,7 +153,10 @@ def test_flags_that_let_calls_overlap_are_seen(where, monkeypatch, tmp_path):
         ({"latent_dim": 0}, ArgumentValueError, "latent_dim is 0"),
         ({"latent_dim": 1.5}, ArgumentTypeError, "latent_dim is 1.5"),
         ({"hidden_dim": 33}, ArgumentValueError, "hidden_dim is 33"),
-        ({"gather": True}, ArgumentValueError, "latent_dim is 16"),
+        ({"gather": True, "top_k": 2}, ArgumentValueError, "top_k is 2"),
+        ({"gather": True, "hidden_dim": None}, ArgumentValueError, "hidden_dim is None"),
+        ({"gather": True, "implementation": "cpu"}, UnavailableError, "on GPUs only"),
+        ({"gather": True, "implementation": "cuda"}, UnavailableError, "lowered for cpu"),
         ({"residual": True}, ArgumentValueError, "residual is True"),
         ({"top_k": True}, ArgumentTypeError, "top_k is True"),
         ({"latent_dim": None, "top_k": 2}, ArgumentValueError, "top_k is 2"),

@@ -196,10 +196,69 @@ def test_a_residual_that_varies_over_the_group():
         jax.eval_shape(mapped, x, np.tile(residual, (TP, 1)))
 
 
-def test_a_w_up_of_another_shape():
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "says"),
+    [
+        ("w_up", jnp.ones((LATENT, 8)), latent_tail.ArgumentTypeError, "bfloat16"),
+        ("w_up", [[1.0] * 8] * LATENT, latent_tail.ArgumentTypeError, "a list"),
+        ("w_up", jnp.ones((LATENT,), bfloat16), latent_tail.ArgumentValueError, "2 dimensions"),
+        ("w_up", jnp.ones((LATENT - 1, 8), bfloat16), latent_tail.ArgumentValueError, r"\(24, 8\)"),
+        ("w_up", jnp.ones((8, LATENT), bfloat16), latent_tail.ArgumentValueError, r"\(24, 8\)"),
+        ("w_up", jnp.ones((LATENT, HIDDEN), bfloat16), latent_tail.ArgumentValueError, "H / tp"),
+        ("residual", jnp.ones((TOKENS, HIDDEN)), latent_tail.ArgumentTypeError, "bfloat16"),
+        ("residual", 1.0, latent_tail.ArgumentTypeError, "a float"),
+        ("residual", jnp.ones((HIDDEN,), bfloat16), latent_tail.ArgumentValueError, "2 dimensions"),
+        ("residual", jnp.ones((TOKENS, 8), bfloat16), latent_tail.ArgumentValueError, r"\(5, 32\)"),
+        ("residual", jnp.ones((4, HIDDEN), bfloat16), latent_tail.ArgumentValueError, r"\(5, 32\)"),
+        ("max_tokens", 0, latent_tail.ArgumentValueError, ">= 1"),
+        ("implementation", "gemm", latent_tail.ArgumentValueError, "'xla'"),
+        ("axis_name", "ep", latent_tail.ArgumentValueError, "bound here: 'tp'"),
+    ],
+)
+def test_bad_input_of_moe_tail(argument, value, error, says):
+    call = {
+        "routed": jnp.ones((TOKENS, LATENT), bfloat16),
+        "shared": jnp.ones((TOKENS, HIDDEN), bfloat16),
+        "gamma": jnp.ones((LATENT,), bfloat16),
+        "w_up": jnp.ones((LATENT, HIDDEN // TP), bfloat16),
+        "residual": jnp.ones((TOKENS, HIDDEN), bfloat16),
+    }
+
+    def mapped(changes):
+        return jax.shard_map(
+            lambda: moe_tail(**(call | changes)), mesh=make_mesh((TP,)), in_specs=(), out_specs=P()
+        )
+
+    with pytest.raises(error, match=says) as caught:
+        jax.eval_shape(mapped({argument: value}))
+    assert caught.value.argument == argument
+    assert jax.eval_shape(mapped({})).shape == (TOKENS, HIDDEN)
+
+
+def test_a_residual_of_moe_tail_that_varies_over_the_group():
     inputs, w_up, residual = moe_inputs()
-    with pytest.raises(latent_tail.ArgumentValueError, match=r"w_up is of shape .*\(24, 8\)"):
-        jax.eval_shape(sharded_moe_tail(), *call_of(inputs, w_up[:-1], residual))
+    mapped = jax.shard_map(
+        moe_tail,
+        mesh=make_mesh((TP,)),
+        in_specs=(P("tp"), P("tp"), P(), P(None, "tp"), P("tp")),
+        out_specs=P(),
+    )
+    with pytest.raises(latent_tail.ArgumentValueError, match="residual is varying over"):
+        jax.eval_shape(mapped, *call_of(inputs, w_up, np.tile(residual, (TP, 1))))
+
+
+def test_a_w_up_that_is_equal_on_all_ranks_is_each_ranks_stripe():
+    inputs, w_up, residual = moe_inputs()
+    stripe = w_up[:, : HIDDEN // TP]
+    mapped = jax.shard_map(
+        moe_tail,
+        mesh=make_mesh((TP,)),
+        in_specs=(P("tp"), P("tp"), P(), P(), P()),
+        out_specs=P(),
+    )
+    actual = jax.jit(mapped)(*call_of(inputs, stripe, residual))
+    expected = sharded_moe_tail()(*call_of(inputs, np.tile(stripe, (1, TP)), residual))
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 @both_implementations

@@ -74,7 +74,11 @@ _at_exit = False
 
 def unsupported(platform: str, spec: TailSpec) -> str | None:
     """What about a call's sizes the platform's native implementation does not serve, or None."""
-    return cuda.unsupported(spec) if platform == "cuda" else None
+    if platform == "cuda":
+        return cuda.unsupported(spec)
+    if spec.projects:
+        return "the up-projection is part of a call on GPUs only"
+    return None
 
 
 def decide(

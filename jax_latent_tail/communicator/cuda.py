@@ -26,7 +26,6 @@ from jax_latent_tail.errors import (
     UnavailableError,
 )
 from jax_latent_tail.kernels import abi, geometry, store
-from jax_latent_tail.kernels.geometry import Geometry
 from jax_latent_tail.kernels.variant import MULTICAST, KernelVariant, arch_for
 from jax_latent_tail.spec import TailSpec
 
@@ -56,6 +55,8 @@ def unsupported(spec: TailSpec) -> str | None:
         return f"hidden_dim={hidden} is not a multiple of 8 * {spec.tp} ranks"
     if latent == 0 and hidden == 0:
         return "rows of no columns"
+    if spec.projects and latent > geometry.UP_MAX_LATENT:
+        return f"latent_dim={latent} is more than shared memory has room for"
     return None
 
 
@@ -63,8 +64,12 @@ def call_hash(spec: TailSpec) -> int:
     """What the headers of calls of this description carry."""
     if spec.gathers:
         assert spec.hidden_dim is not None
-        return abi.all_gather_add_hash(
-            tp=spec.tp, hidden=spec.hidden_dim, residual=spec.has_residual
+        return abi.gather_hash(
+            spec.op,
+            tp=spec.tp,
+            latent=spec.latent_dim or 0,
+            hidden=spec.hidden_dim,
+            residual=spec.has_residual,
         )
     return abi.call_hash(
         spec.op,
@@ -324,7 +329,6 @@ class CudaCommunicator:
         # Mapping memory beside kernels that wait for a peer can block, and so can loading.
         rendezvous.agree("waiting for the devices", self._synchronize)
 
-        tp, latent, hidden = self.spec.tp, variant.latent, variant.hidden
         kinds = cuda_memory.candidates(self._everyone, hosts)
         # Captured graphs hold the control blocks of an earlier communicator.
         kept = {name for fact in facts for name in fact["kept"]}
@@ -335,8 +339,8 @@ class CudaCommunicator:
             everyone=self._everyone,
             devices=self._devices,
             uuids=uuids,
-            control_bytes=abi.control_bytes(self.spec.max_tokens),
-            workspace_bytes=abi.workspace_bytes(tp, latent, hidden, self.spec.max_tokens),
+            control_bytes=variant.control_bytes(self.spec.max_tokens),
+            workspace_bytes=variant.workspace_bytes(self.spec.max_tokens),
             kept_controls={
                 (kind, member): home.control
                 for kind in kinds
@@ -365,7 +369,7 @@ class CudaCommunicator:
                     plans[member] = self._load(member, cubin, sharing[member])
 
         rendezvous.agree("loading the kernels", load)
-        rendezvous.agree("registering the ranks", lambda: self._register(plans, settings))
+        rendezvous.agree("registering the ranks", lambda: self._register(plans, settings, variant))
         for member, home in self._homes.items():
             home.in_use = True
             _homes[self._home_key(self._region.kind, member)] = home
@@ -397,10 +401,10 @@ class CudaCommunicator:
         tp = self.spec.tp
         supported = {member: devices[str(member.device_id)][2] for member in self._everyone}
         reason = multicast.obstacle(self._everyone, request.uuids, supported, self._region)
-        if variant.latent == 0 or tp == 1:
+        pitch = variant.slot.shared_pitch if self.spec.gathers else variant.slot.routed_pitch
+        if pitch == 0 or tp == 1:
             reason = "nothing is published to all ranks"
         if reason is None:
-            pitch = abi.Slot(tp, variant.latent, variant.hidden).routed_pitch
             try:
                 cubin = self._agree_on_cubin(
                     "finding the multicast kernel",
@@ -502,14 +506,17 @@ class CudaCommunicator:
             if member not in self._new_homes:
                 self._modules.pop()  # it is the home's now, which outlives an attempt that fails
         loaded = home.loaded[cubin.sha256]
-        geometries = tuple(Geometry(entry.cluster, entry.threads) for entry in cubin.kernels)
+        spec, variant = self.spec, cubin.variant
+        geometries = geometry.entries(variant.tp, variant.latent, variant.hidden, variant.op)
         sm_count = device.attribute("MULTIPROCESSOR_COUNT")
-        roles = (self.spec.latent_dim is not None) + (self.spec.hidden_dim is not None)
+        roles = (
+            1 if spec.gathers else sum(d is not None for d in (spec.latent_dim, spec.hidden_dim))
+        )
         plans = []
-        for tokens in range(1, self.spec.max_tokens + 1):
+        for tokens in range(1, spec.max_tokens + 1):
             index = geometry.choose(geometries, tokens)
             ctas = geometry.token_ctas(
-                tokens,
+                variant.slots(tokens),
                 roles=roles,
                 active_clusters=loaded.resident[index],
                 sm_count=sm_count,
@@ -551,9 +558,11 @@ class CudaCommunicator:
         self,
         plans: Mapping[Member, tuple[tuple[native.CudaKernel, ...], list[tuple[int, int]]]],
         settings: Settings,
+        variant: KernelVariant,
     ) -> None:
         assert self._library
         assert self._region
+        slots = variant.slots(self.spec.max_tokens)
         for member in self._local:
             assert member.ordinal is not None
             device, home = self._devices[member.ordinal], self._homes[member]
@@ -574,6 +583,7 @@ class CudaCommunicator:
                     control=control,
                     record=home.page.address,
                     call_hash=call_hash(self.spec),
+                    slots=slots,
                     kernels=kernels,
                     plans=launches,
                     pdl=settings.pdl,

@@ -5,13 +5,14 @@ natural alignment. A change of any of them is a new `ABI_VERSION`; a cubin of an
 refused.
 
 * **Workspace** (symmetric: same size on every rank, mapped by every peer). Where partial rows
-  arrive. `channels` independent channels, each holding for both buffers and every token one slot
-  of `token_bytes`:
+  arrive. `channels` independent channels, each holding for both buffers and every token a `Slot`:
 
       [channel][buffer 0..1][token]: routed [tp] x (row [L] bf16, header 16 bytes, padding)
                                      shared [tp] x (row [S] bf16, header 16 bytes, padding)
 
-  with the padding to a multiple of 128 bytes each, and the index in [tp] the source rank.
+  with the padding to a multiple of 128 bytes each, and the index in [tp] the source rank. In
+  up_gather_add the place of a token is taken by a tile of columns, of which a shared row holds
+  those of every token, [UP_TOKENS, UP_TILE].
 
   All of it holds the 32-bit word `SENTINEL` when nothing is in flight.
 
@@ -43,6 +44,7 @@ MAX_RANKS = 16
 BUFFERS = 2
 
 ROUTED, SHARED = 0, 1  # a role: the index of a generation word
+TILES = 2  # in a record in place of SHARED, where tiles have the place of tokens
 ROUTED_MASK, SHARED_MASK = 1 << ROUTED, 1 << SHARED
 BOTH_MASK = ROUTED_MASK | SHARED_MASK
 
@@ -70,7 +72,8 @@ class LaunchParams(ctypes.Structure):
     Of the arrays only those of the roles in `roles` are read or written. `all_gather_add` has a
     communicator of its own, with a `Slot` of latent 0 and the shared role. It uses `shared` for x
     [M, S], `rows` for the residual [M, H] or 0 for none, `shard` for the output [M, H], and of the
-    other words those that say which call it is.
+    other words those that say which call it is. `up_gather_add` is like it; of what it projects
+    `latent` is [M, L] and `weights` the stripe [L, S].
     """
 
     _fields_ = [
@@ -83,7 +86,7 @@ class LaunchParams(ctypes.Structure):
         ("shard", ctypes.c_uint64),  # out, bf16 [M, S]
         ("control", ctypes.c_uint64),  # this rank's control block
         ("tokens", ctypes.c_int32),  # M, 1..max_tokens
-        ("max_tokens", ctypes.c_int32),  # slots per (channel, buffer); same on every rank
+        ("slots", ctypes.c_int32),  # in a buffer, same on every rank: max_tokens, or tiles
         ("permuted_rows", ctypes.c_int32),  # P, 0..2^31-1
         ("top_k", ctypes.c_int32),  # K; read by variants of any K only
         ("rank", ctypes.c_int32),  # 0..tp-1
@@ -121,10 +124,10 @@ class Record(ctypes.Structure):
 
     _fields_ = [
         ("code", ctypes.c_uint32),  # key of CODES; written last, with release order
-        ("role", ctypes.c_uint32),  # ROUTED or SHARED
+        ("role", ctypes.c_uint32),  # ROUTED, SHARED or TILES
         ("wait", ctypes.c_uint32),  # PAYLOAD_WAIT or HEADER_WAIT
         ("field", ctypes.c_uint32),  # mismatch: index into HEADER_FIELDS
-        ("token", ctypes.c_uint32),
+        ("token", ctypes.c_uint32),  # or the first tile of the cluster that found it
         ("ranks", ctypes.c_uint32),  # bit p: rank p is missing, disagrees, or (told) told us
         ("generation", ctypes.c_uint32),  # of this (role, token) on this rank
         ("got", ctypes.c_uint32),  # mismatch: the peer's word
@@ -142,10 +145,12 @@ class Record(ctypes.Structure):
         if not self.code:
             return ""
         ranks = [p for p in range(MAX_RANKS) if self.ranks >> p & 1]
-        where = (
-            f"rank {self.rank}, {('routed', 'shared')[self.role]} half, token {self.token} of "
-            f"{self.tokens}, generation {self.generation}, channel {self.channel}"
-        )
+        if self.role == TILES:
+            place = f"{self.tokens} tokens, columns from tile {self.token} on"
+        else:
+            half = ("routed", "shared")[self.role]
+            place = f"{half} half, token {self.token} of {self.tokens}"
+        where = f"rank {self.rank}, {place}, generation {self.generation}, channel {self.channel}"
         if self.code == DEADLINE:
             what = ("payload", "header")[self.wait]
             return f"no {what} from ranks {ranks} within {self.waited_ns / 1e9:.3f} s ({where})"
@@ -177,9 +182,9 @@ def _check_layout() -> None:
 _check_layout()
 
 
-def control_bytes(max_tokens: int, channels: int = 1) -> int:
+def control_bytes(slots: int, channels: int = 1) -> int:
     """Bytes of one rank's control block, generation words included."""
-    return GENERATIONS_OFFSET + 4 * channels * 2 * max_tokens
+    return GENERATIONS_OFFSET + 4 * channels * 2 * slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +204,13 @@ class Slot:
 
     @property
     def routed_pitch(self) -> int:
-        """From one source's routed row to the next. The header follows the row, at latent * 2."""
+        """From one source's routed row to the next."""
         return self._pitch(self.latent)
+
+    @property
+    def routed_header(self) -> int:
+        """Of the header in a routed row, which it follows."""
+        return self.latent * 2
 
     @property
     def shared_offset(self) -> int:
@@ -209,8 +219,13 @@ class Slot:
 
     @property
     def shared_pitch(self) -> int:
-        """From one source's shared row to the next. The header is at hidden / tp * 2."""
+        """From one source's shared row to the next."""
         return self._pitch(self.hidden // self.tp)
+
+    @property
+    def shared_header(self) -> int:
+        """Of the header in a shared row, which it follows."""
+        return self.hidden // self.tp * 2
 
     @property
     def size(self) -> int:
@@ -218,9 +233,9 @@ class Slot:
         return self.shared_offset + self.tp * self.shared_pitch
 
 
-def workspace_bytes(tp: int, latent: int, hidden: int, max_tokens: int, channels: int = 1) -> int:
-    """Bytes of one rank's workspace."""
-    return Slot(tp, latent, hidden).size * BUFFERS * max_tokens * channels
+def workspace_bytes(slot: Slot, slots: int, channels: int = 1) -> int:
+    """Bytes of one rank's workspace with so many slots in each buffer."""
+    return slot.size * BUFFERS * slots * channels
 
 
 def call_hash(
@@ -247,12 +262,19 @@ def call_hash(
     return int.from_bytes(digest, "little") & GENERATION_MASK
 
 
-def all_gather_add_hash(
-    *, tp: int, hidden: int, residual: bool, channel: int = 0, name: str = ""
+def gather_hash(
+    op: str,
+    *,
+    tp: int,
+    latent: int,
+    hidden: int,
+    residual: bool,
+    channel: int = 0,
+    name: str = "",
 ) -> int:
-    """`call_hash` of an `all_gather_add`; `residual` says whether there is one."""
+    """`call_hash` of an `all_gather_add` or `up_gather_add`; `residual`: whether there is one."""
     return call_hash(
-        "all_gather_add with residual" if residual else "all_gather_add",
-        tp=tp, latent=0, hidden=hidden, top_k=0, fp32_internal=False, eps=0.0,
+        f"{op} with residual" if residual else op,
+        tp=tp, latent=latent, hidden=hidden, top_k=0, fp32_internal=False, eps=0.0,
         channel=channel, name=name,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Latency of the kernels alone: graph replay, ranks that share one GPU, the floor beside it.
 
     python -m jax_latent_tail.kernels.bench                     # measure and print tables
-    python -m jax_latent_tail.kernels.bench --op all_gather_add # of the second kernel
+    python -m jax_latent_tail.kernels.bench --op all_gather_add # of another kernel
     python -m jax_latent_tail.kernels.bench --compile DIR       # only compile what it needs; no GPU
     python -m jax_latent_tail.kernels.bench --cubins DIR        # use those
 
@@ -15,10 +15,16 @@ Columns, in microseconds per call:
   routed, shared   one role alone
   unguarded the fused kernel without status, headers, deadline and poison (`unguarded.py`)
 
-and for all_gather_add
+for all_gather_add
 
   add, copy one launch, with a residual and without
   pdl, floor, unguarded   as above, with a residual
+
+and for up_gather_add, each call with a stripe that is not in a cache
+
+  up        one launch, with a residual
+  pdl, floor, unguarded   as above
+  memory    reading all ranks' stripes at the rate that the memory of an H200 is sold with
 
 A graph of `CALLS` calls is replayed on every rank at once; a number is the least of `ROUNDS` rounds
 of the slowest rank's time. The first column and `unguarded` take turns, so that their ratio means
@@ -35,7 +41,13 @@ import statistics
 import time
 
 from jax_latent_tail.kernels import abi, geometry, store
-from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL, KernelVariant
+from jax_latent_tail.kernels.variant import (
+    ALL_GATHER_ADD,
+    TAIL,
+    UP_GATHER_ADD,
+    UP_TOKENS,
+    KernelVariant,
+)
 
 LATENT, HIDDEN = 3584, 7168
 RANKS = (2, 4, 8)
@@ -44,9 +56,12 @@ MAX_TOKENS = 128
 CALLS = 100  # in one graph
 REPLAYS = 5  # in one round
 ROUNDS = 20
+STRIPES = 32  # different ones of a rank: more than a cache holds
+MEMORY_BYTES_PER_US = 4.8e6  # of an H200
 COLUMNS = {
     TAIL: ("fused", "pdl", "floor", "separate", "routed", "shared", "unguarded"),
     ALL_GATHER_ADD: ("add", "copy", "pdl", "floor", "unguarded"),
+    UP_GATHER_ADD: ("up", "pdl", "floor", "unguarded"),
 }
 # What takes turns with the unguarded twin, and is measured in each geometry.
 _MAIN = {op: columns[0] for op, columns in COLUMNS.items()}
@@ -56,13 +71,15 @@ _UNGUARDED = "unguarded-"
 
 def variants(arch: str = "sm_90") -> list[KernelVariant]:
     """What `measure` loads, besides the unguarded twins."""
-    kinds = ((TAIL, 0), (TAIL, 16), (ALL_GATHER_ADD, 0))
+    kinds = ((TAIL, 0), (TAIL, 16), (ALL_GATHER_ADD, 0), (UP_GATHER_ADD, 0))
     return [_variant(op, arch, tp, top_k) for op, top_k in kinds for tp in RANKS]
 
 
 def _variant(op: str, arch: str, tp: int, top_k: int) -> KernelVariant:
     if op == ALL_GATHER_ADD:
         return KernelVariant.all_gather_add(arch, tp, HIDDEN)
+    if op == UP_GATHER_ADD:
+        return KernelVariant.up_gather_add(arch, tp, LATENT, HIDDEN)
     return KernelVariant(arch, tp, LATENT, HIDDEN, top_k)
 
 
@@ -154,8 +171,20 @@ class Bench:
                 (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
             )
 
+        self.stripe_bytes = LATENT * HIDDEN // tp * 2
         self.buffers = []
         for _ in self.ranks:
+            if self.op == UP_GATHER_ADD:
+                self.buffers.append(
+                    {
+                        "latent": random(max_tokens, LATENT),
+                        "shared": random(max_tokens, HIDDEN // tp),
+                        "rows": random(max_tokens, HIDDEN),
+                        "weights": random(LATENT, HIDDEN // tp).repeated(STRIPES),
+                        "shard": harness.Buffer(2 * max_tokens * HIDDEN),
+                    }
+                )
+                continue
             self.buffers.append(
                 {
                     "gamma": random(LATENT),
@@ -170,7 +199,7 @@ class Bench:
                 }
             )
 
-    def _enqueue(self, index: int, case: Case) -> None:
+    def _enqueue(self, index: int, case: Case, turn: int) -> None:
         loaded = self.loaded[case.top_k, case.column != "unguarded"]
         rank = self.ranks[index]
         call = self.harness.Call(
@@ -183,6 +212,8 @@ class Bench:
         )
         if case.column == "copy":
             call.rows = 0
+        if self.op == UP_GATHER_ADD:
+            call.weights += turn % STRIPES * self.stripe_bytes
         one = {"routed": [abi.ROUTED_MASK], "shared": [abi.SHARED_MASK]}
         one["separate"] = [abi.ROUTED_MASK, abi.SHARED_MASK]
         whole = [abi.BOTH_MASK if self.op == TAIL else abi.SHARED_MASK]
@@ -192,8 +223,8 @@ class Bench:
 
     def _graphs(self, case: Case):
         def many(index):
-            for _ in range(CALLS):
-                self._enqueue(index, case)
+            for turn in range(CALLS):
+                self._enqueue(index, case, turn)
 
         return [
             rank.capture(lambda index=index: many(index)) for index, rank in enumerate(self.ranks)
@@ -248,7 +279,7 @@ def _worker(peers, folder, wanted, max_tokens):
     return results
 
 
-def measure_streams(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
+def measure_streams(tp: int, folder, wanted, max_tokens):
     """Ranks as streams of this process: [(case, rounds)]."""
 
     def connect(ranks):
@@ -259,7 +290,7 @@ def measure_streams(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
     return bench.measure(wanted)
 
 
-def measure_mps(tp: int, folder, wanted, max_tokens=MAX_TOKENS):
+def measure_mps(tp: int, folder, wanted, max_tokens):
     """Ranks as processes under MPS: [(case, rounds)], of each round the slowest rank."""
     from jax_latent_tail.kernels import processes
 
@@ -326,19 +357,23 @@ def main(argv: list[str] | None = None) -> None:
         os.environ[store.FOLDER_VARIABLE] = str(options.cubins)
     record = []
     kinds = [(TAIL, top_k) for top_k in options.top_k] if TAIL in options.op else []
-    kinds += [(ALL_GATHER_ADD, 0)] if ALL_GATHER_ADD in options.op else []
+    kinds += [(op, 0) for op in (ALL_GATHER_ADD, UP_GATHER_ADD) if op in options.op]
     for tp in options.ranks:
         for op, top_k in kinds:
-            wanted = cases(options.tokens, top_k, options.geometries, op)
+            most = UP_TOKENS if op == UP_GATHER_ADD else MAX_TOKENS
+            tokens = [m for m in options.tokens if m <= most]
+            wanted = cases(tokens, top_k, options.geometries and op != UP_GATHER_ADD, op)
             for mode in options.mode:
                 started = time.monotonic()
                 run = measure_streams if mode == "streams" else measure_mps
-                results = run(tp, options.cubins, wanted)
+                results = run(tp, options.cubins, wanted, most)
                 what = f"K = {top_k}" if op == TAIL else op
                 print(f"\nN = {tp}, {mode}, {what} ({time.monotonic() - started:.0f} s)\n")
                 print(table([r for r in results if r[0].kernel is None]))
                 if guards := _guards([r for r in results if r[0].kernel is None]):
                     print(f"\nguards: {guards}")
+                if op == UP_GATHER_ADD:
+                    print(f"\nmemory: {2 * LATENT * HIDDEN / MEMORY_BYTES_PER_US:.2f}")
                 latent = LATENT if op == TAIL else 0
                 for index, shape in enumerate(geometry.entries(tp, latent, HIDDEN, op)):
                     those = [r for r in results if r[0].kernel == index]

@@ -1,21 +1,14 @@
 """The kernels: the tail (all-reduce + RMSNorm of one partial row, reduce-scatter of another), and
 `all_gather_add`. How ranks exchange rows, and why it is sound, is in `protocol.py`."""
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from jax_latent_tail.kernels import abi, ptx
-from jax_latent_tail.kernels.geometry import VECTOR, VECTOR_BYTES, WARP, entries
+from jax_latent_tail.kernels.geometry import VECTOR, VECTOR_BYTES, WARP
 from jax_latent_tail.kernels.protocol import NAN_PAIR, Protocol, only_if, registers
-from jax_latent_tail.kernels.variant import (
-    ALL_GATHER_ADD,
-    MULTICAST,
-    TAIL,
-    WIDE_TOP_K,
-    KernelVariant,
-)
+from jax_latent_tail.kernels.variant import MULTICAST, WIDE_TOP_K
 
 # Slots of the any-K finalize in flight at a time.
 _SLOTS_IN_FLIGHT = 4
@@ -31,7 +24,7 @@ class Tail(Protocol):
         return role
 
     @cute.jit
-    def serve(self, call, operands, role, token, wave, last, failed):
+    def serve(self, call, operands, role, token, wave, last, failed, carried):
         if role == abi.ROUTED:
             if cutlass.const_expr(self.row_vectors > 0):
                 failed = self.all_reduce_norm(call, operands, token, wave, last, failed)
@@ -71,7 +64,7 @@ class Tail(Protocol):
             for i in cutlass.range_constexpr(4):
                 own[k, i] = ptx.without_sentinel(own[k, i])
             self.put_header(call, vector == header, own, k, generation)
-            place = call.rank * self.slots.routed_pitch + vector * VECTOR_BYTES
+            place = call.rank * self.layout.routed_pitch + vector * VECTOR_BYTES
             self.publish(targets, slot + Int64(place), only_if(vector <= header, peers), own, k)
         if cutlass.const_expr(self.variant.trigger):
             cute.arch.griddepcontrol_launch_dependents()
@@ -100,8 +93,9 @@ class Tail(Protocol):
                         words[source, i] = own[k, i]
                 address = workspace + slot + Int64(vector * VECTOR_BYTES)
                 failed = self.take(
-                    call, words, address, self.slots.routed_pitch, only_if(vector <= header, peers),
-                    vector == header, header - self.warp_begins(call, k) < WARP, generation, failed,
+                    call, words, address, self.layout.routed_pitch,
+                    only_if(vector <= header, peers), vector == header,
+                    header - self.warp_begins(call, k) < WARP, generation, failed,
                 )  # fmt: skip
                 terms = []
                 for i in cutlass.range_constexpr(4):
@@ -171,7 +165,7 @@ class Tail(Protocol):
 
         if status != 0:
             failed = Uint32(abi.TOLD)
-        slot = self.slot(call, token, generation) + self.slots.shared_offset
+        slot = self.slot(call, token, generation) + self.layout.shared_offset
         sources = Uint32(self.everyone)
         if failed != 0:
             sources = Uint32(0)
@@ -180,7 +174,7 @@ class Tail(Protocol):
             for i in cutlass.range_constexpr(4):
                 own[k, i] = ptx.without_sentinel(own[k, i])
             self.put_header(call, vector >= self.hidden_vectors, own, k, generation)
-            place = call.rank * self.slots.shared_pitch + places[k, 0] * VECTOR_BYTES
+            place = call.rank * self.layout.shared_pitch + places[k, 0] * VECTOR_BYTES
             ptx.publish_vector(
                 targets[k, 0] + slot + Int64(place),
                 only_if(vector < self.hidden_vectors + self.tp, sources),
@@ -204,7 +198,7 @@ class Tail(Protocol):
                         words[source, i] = Uint32(0)
                 failed = self.take(
                     call, words, workspace + slot + Int64(vector * VECTOR_BYTES),
-                    self.slots.shared_pitch, only_if(vector <= header, sources), vector == header,
+                    self.layout.shared_pitch, only_if(vector <= header, sources), vector == header,
                     header - self.warp_begins(call, k) < WARP, generation, failed,
                 )  # fmt: skip
                 for i in cutlass.range_constexpr(4):
@@ -309,7 +303,7 @@ class AllGatherAdd(Protocol):
     """
 
     @cute.jit
-    def serve(self, call, operands, role, token, wave, last, failed):
+    def serve(self, call, operands, role, token, wave, last, failed, carried):
         call = self.at_home(call)
         groups = self.geometry.groups
         header = self.shard_vectors  # the vector after the row
@@ -341,7 +335,7 @@ class AllGatherAdd(Protocol):
 
         if status != 0:
             failed = Uint32(abi.TOLD)
-        slot = self.slot(call, token, generation) + self.slots.shared_offset
+        slot = self.slot(call, token, generation) + self.layout.shared_offset
         peers = Uint32(self.everyone) & ~(Uint32(1) << Uint32(call.rank))
         if failed != 0:
             peers = Uint32(0)
@@ -357,7 +351,7 @@ class AllGatherAdd(Protocol):
             if cutlass.const_expr(self.variant.publish == MULTICAST):
                 turn = (call.warp ^ call.cta) & (groups - 1)  # each warp's row once, by some group
                 to = only_if((vector <= header) & (turn == 0), peers)
-            offset = call.rank * self.slots.shared_pitch + vector * VECTOR_BYTES
+            offset = call.rank * self.layout.shared_pitch + vector * VECTOR_BYTES
             self.publish(targets, slot + Int64(offset), to, own, k)
         if cutlass.const_expr(self.variant.trigger):
             cute.arch.griddepcontrol_launch_dependents()
@@ -370,9 +364,9 @@ class AllGatherAdd(Protocol):
                 for source in cutlass.range_constexpr(self.sources):
                     for i in cutlass.range_constexpr(4):
                         words[source, i] = own[k, i]
-                offset = first * self.slots.shared_pitch + vector * VECTOR_BYTES
+                offset = first * self.layout.shared_pitch + vector * VECTOR_BYTES
                 failed = self.take(
-                    call, words, workspace + slot + Int64(offset), self.slots.shared_pitch,
+                    call, words, workspace + slot + Int64(offset), self.layout.shared_pitch,
                     only_if(vector <= header, mine), vector == header,
                     header - self.warp_begins(call, k) < WARP, generation, failed,
                 )  # fmt: skip
@@ -418,41 +412,3 @@ class AllGatherAdd(Protocol):
         if cutlass.const_expr(self.sources * self.geometry.groups > self.tp):
             there = there & (self.first(call) + source < self.tp)
         return Uint32(there)
-
-
-class Module:
-    """All geometries of one variant, as one module: what the compiler is given.
-
-    Symbols are `SYMBOL_PREFIX`_0, _1, ... in the order of `geometry.entries`.
-    """
-
-    SYMBOL_PREFIX = "latent_tail"
-
-    def __init__(self, variant: KernelVariant, kernel: type[Protocol] | None = None):
-        kernel = kernel or {TAIL: Tail, ALL_GATHER_ADD: AllGatherAdd}[variant.op]
-        geometries = entries(variant.tp, variant.latent, variant.hidden, variant.op)
-        self.kernels = [kernel(variant, geometry) for geometry in geometries]
-        kernel.kernel.set_name_prefix(
-            self.SYMBOL_PREFIX, remove_cutlass_symbol=True, keep_mangled_name=False
-        )
-
-    @cute.jit
-    def __call__(
-        self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64,
-        shared: Int64, shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32,
-        permuted_rows: Int32, top_k: Int32, rank: Int32, roles: Int32, channel: Int32,
-        call_hash: Uint32, eps: Float32,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Makes the compiler emit the kernels; never called, the product launches the cubin."""
-        for each in self.kernels:
-            each.kernel(
-                rows, weights, indices, gamma, latent, shared, shard, control, tokens, max_tokens,
-                permuted_rows, top_k, rank, roles, channel, call_hash, eps,
-            ).launch(
-                grid=(tokens, each.geometry.cluster, 2),
-                block=(each.geometry.threads, 1, 1),
-                cluster=(1, each.geometry.cluster, 1),
-                smem=each.geometry.smem_bytes,
-                stream=stream,
-            )  # fmt: skip

@@ -34,14 +34,14 @@ class Compiled(typing.NamedTuple):
 
 
 def compile_variant(variant: KernelVariant, kernel: type | None = None) -> Compiled:
-    """Compile one variant. `kernel` replaces that of `collective`, for measurements."""
+    """Compile one variant. `kernel` replaces that of `module`, for measurements."""
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Int64, Uint32
 
-    from jax_latent_tail.kernels import collective
+    from jax_latent_tail.kernels.module import Module
 
-    module = collective.Module(variant, kernel)
+    module = Module(variant, kernel)
     arguments = [Int64(0)] * 8 + [Int32(1)] * 7 + [Uint32(0), Float32(0.0)]
     with tempfile.TemporaryDirectory() as scratch:
         compiled = cute.compile(

@@ -8,18 +8,32 @@ ranks use the same geometry for a call, which they do by choosing it from M alon
 In `all_gather_add` a rank takes a row of S columns from each rank. The CTAs of a cluster form
 groups that divide the ranks among them; a row is spread over the threads of one group. Group g has
 the CTAs g, g + groups, ... of the cluster.
+
+In `up_gather_add` a cluster serves one tile of columns for all tokens. Its warps divide the rows of
+the up-projection; then CTA c finishes the tokens c, c + cluster, ...
 """
 
 import dataclasses
 import math
 
-from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL
+from jax_latent_tail.kernels.variant import (
+    ALL_GATHER_ADD,
+    TAIL,
+    UP_GATHER_ADD,
+    UP_STEP,
+    UP_TILE,
+    UP_TOKENS,
+)
 
 WARP = 32
 VECTOR_BYTES = 16
 VECTOR = 8  # bf16 elements in one vector
 MAX_CLUSTER = 8  # the portable limit
 MAX_THREADS = 512
+UP_MAX_LATENT = 6144  # of up_gather_add: what shared memory of capability 12 has room for
+SM_SMEM_BYTES = (
+    224 << 10
+)  # of an SM of capability 9.0 or 10.0, what each CTA takes for itself aside
 
 # From this M on, the GPU is full of clusters and one SM per row beats a row spread over four: the
 # exchange stays inside an SM (H200, M = 64: 4.1 us against 5.8 us).
@@ -35,11 +49,23 @@ UNTOUCHED_SMS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`cluster` CTAs of `threads` threads each serve one token of one role, in `groups` groups."""
+    """`cluster` CTAs of `threads` threads each serve one token of one role, in `groups` groups.
+
+    Attributes:
+      tokens: most tokens of a call that it is for; None for any number.
+      tile: columns of which a cluster computes the products for all tokens; 0 where it computes
+        none.
+      latent_pitch: bytes of shared memory for one token's part of the latent.
+      ctas_per_sm: how many the compiler has to keep registers for; 0 leaves it to the compiler.
+    """
 
     cluster: int
     threads: int
     groups: int = 1
+    tokens: int | None = None
+    tile: int = 0
+    latent_pitch: int = 0
+    ctas_per_sm: int = 0
 
     def __post_init__(self) -> None:
         assert self.cluster in (1, 2, 4, 8)
@@ -64,9 +90,20 @@ class Geometry:
         return -(-self.cluster * self.warps * 4 // VECTOR_BYTES) * VECTOR_BYTES
 
     @property
+    def products_bytes(self) -> int:
+        """Shared memory for what each CTA has of the tokens that one finishes, and each warp of it
+        of all."""
+        tokens = self.tokens or 0
+        return tokens * (1 + self.warps) * self.tile * 4
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one CTA: two mbarriers, two rows of partial sums."""
-        return 16 + 2 * self.partials_bytes
+        """Dynamic shared memory of one CTA: two mbarriers, two rows of partial sums; where it
+        computes, another mbarrier, partial products and the latent."""
+        exchanges = 16 + 2 * self.partials_bytes
+        if not self.tile:
+            return exchanges
+        return exchanges + 16 + self.products_bytes + (self.tokens or 0) * self.latent_pitch
 
 
 def _fit(vectors: int, most_threads: int, groups: int = 1) -> Geometry:
@@ -94,13 +131,17 @@ def entries(tp: int, latent: int, hidden: int, op: str = TAIL) -> tuple[Geometry
       tp, latent, hidden: sizes of the contract; latent or hidden 0 where that half is absent.
       op: see `KernelVariant`.
     """
+    if op == UP_GATHER_ADD:
+        # More ranks take larger CTAs, of which the shared memory of capability 12 holds only 16.
+        classes = (8, 16, UP_TOKENS) if tp <= 8 else (8, 16)
+        return tuple(_product(tp, latent, hidden, tokens) for tokens in classes)
     if op == ALL_GATHER_ADD:
         # Few tokens: spread the ranks over SMs, then their rows. Many: as few SMs as hold the words
         # and the residual of 8 ranks a thread in registers.
         vectors = hidden // tp // VECTOR + 1
         few = _fit(vectors, 256, _groups(tp, math.ceil(tp / 4)))
         many = _fit(vectors, MAX_THREADS, _groups(tp, 8))
-        return (few,) if few == many else (few, many)
+        return _few_and_many(few, many)
     # A row and its header. Two vectors a thread are fine for the scatter, which only copies.
     vectors = max(
         latent // VECTOR + 1,
@@ -109,12 +150,41 @@ def entries(tp: int, latent: int, hidden: int, op: str = TAIL) -> tuple[Geometry
     )
     few = _fit(vectors, 128)  # spread over SMs until a thread has one vector
     many = _fit(vectors, MAX_THREADS)  # as few SMs as hold it
-    return (few,) if few == many else (few, many)
+    return _few_and_many(few, many)
+
+
+def _product(tp: int, latent: int, hidden: int, tokens: int) -> Geometry:
+    """For tiles of the up-projection: a lane for each rank and vector of a tile, of two tokens."""
+    threads = 2 * (UP_TILE // VECTOR) * max(8, 1 << (tp - 1).bit_length())
+    rows = math.ceil(latent / UP_STEP / (MAX_CLUSTER * threads // WARP)) * UP_STEP
+    row_bytes = rows * threads // WARP * 2  # of a CTA's part of a latent
+    shape = Geometry(
+        MAX_CLUSTER,
+        threads,
+        tokens=tokens,
+        tile=UP_TILE,
+        latent_pitch=row_bytes + 96 - row_bytes % 64,  # a step's words lie in different banks
+    )
+    # Where all tiles fit at once with three CTAs an SM and not with two, fewer registers win (H200,
+    # S = 1792: 7.1 us against 8.0 us; otherwise they lose up to 8 %).
+    tiles = math.ceil(hidden // tp / UP_TILE)
+    if threads == 128 and 22 < tiles <= 34 and 3 * shape.smem_bytes <= SM_SMEM_BYTES:
+        return dataclasses.replace(shape, ctas_per_sm=3)
+    return shape
+
+
+def _few_and_many(few: Geometry, many: Geometry) -> tuple[Geometry, ...]:
+    if few == many:
+        return (many,)
+    return (dataclasses.replace(few, tokens=WIDE_FROM_TOKENS - 1), many)
 
 
 def choose(geometries: tuple[Geometry, ...], tokens: int) -> int:
     """Index into `entries(...)` for a call of `tokens` tokens."""
-    return len(geometries) - 1 if tokens >= WIDE_FROM_TOKENS else 0
+    for index, geometry in enumerate(geometries):
+        if geometry.tokens is None or tokens <= geometry.tokens:
+            return index
+    raise AssertionError(f"no geometry for {tokens} tokens")
 
 
 def token_ctas(
@@ -132,7 +202,7 @@ def token_ctas(
     """gridDim.x of a call: clusters per role, such that all that wait for each other are resident.
 
     Args:
-      tokens: M.
+      tokens: M, or tiles where those take the place of tokens.
       roles: 1 or 2 halves in the launch.
       active_clusters: what the driver says fits at once (cuOccupancyMaxActiveClusters) for this
         kernel, geometry and an empty GPU.
@@ -145,7 +215,8 @@ def token_ctas(
         a CTA on an SM of its own.
 
     Returns:
-      A number in 1..tokens. Tokens beyond it are served in further waves.
+      A number in 1..tokens, which a launch may not exceed. Tokens beyond it are served in further
+      waves.
     """
     usable = active_clusters * max(sm_count - reserved_sms, 1) // sm_count
     resident = usable // (roles * channels * ranks_on_device)

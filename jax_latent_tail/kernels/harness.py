@@ -16,7 +16,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from jax_latent_tail.kernels import abi, geometry, store
-from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, ANY_TOP_K, KernelVariant
+from jax_latent_tail.kernels.variant import ANY_TOP_K, TAIL, KernelVariant
 
 DEADLINE_S = 2.0
 # Peers map whole allocations: give each its own pages.
@@ -96,8 +96,17 @@ class Buffer:
         call(driver.cuMemcpyDtoH, out.ctypes.data, self.address + offset, out.nbytes)
         return out
 
+    def repeated(self, count: int) -> "Buffer":
+        """A buffer with its content so many times."""
+        buffer = Buffer(count * self.size)
+        for turn in range(count):
+            call(driver.cuMemcpyDtoD, buffer.address + turn * self.size, self.address, self.size)
+        call(driver.cuCtxSynchronize)
+        return buffer
+
     def fill(self, word: int) -> None:
         call(driver.cuMemsetD32, self.address, word, self.size // 4)
+        call(driver.cuCtxSynchronize)  # streams that do not wait for the default one follow
 
     def free(self) -> None:
         if self.address:
@@ -140,13 +149,16 @@ class Loaded:
     def __init__(self, cubin: store.Cubin):
         self.cubin = cubin
         self.variant: KernelVariant = cubin.variant
-        self.geometries = tuple(geometry.Geometry(k.cluster, k.threads) for k in cubin.kernels)
+        variant = self.variant
+        self.geometries = geometry.entries(variant.tp, variant.latent, variant.hidden, variant.op)
         self.module = call(driver.cuModuleLoadData, cubin.data)
         self.functions = [
             call(driver.cuModuleGetFunction, self.module, kernel.symbol.encode())
             for kernel in cubin.kernels
         ]
 
+        for function, kernel in zip(self.functions, cubin.kernels, strict=True):
+            _allow_smem(function, kernel.smem_bytes)
         self.resident: dict[int, int] = {}
 
     def active_clusters(self, index: int) -> int:
@@ -158,6 +170,12 @@ class Loaded:
     def _ask_for_active_clusters(self, index: int) -> int:
         config = _config((1, 1), self.cubin.kernels[index])
         return call(driver.cuOccupancyMaxActiveClusters, self.functions[index], config)
+
+
+def _allow_smem(function, count: int) -> None:
+    """Lets a kernel have so many bytes of dynamic shared memory."""
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    call(driver.cuFuncSetAttribute, function, attribute, count)
 
 
 @functools.cache
@@ -175,7 +193,7 @@ def new_stream():
 class Call:
     """Arguments of one call of one rank: device addresses, and what is not the rank's own.
 
-    `token_ctas`, `kernel` None: chosen as the product does. For `all_gather_add` see
+    `token_ctas`, `kernel` None: chosen as the product does. For the gathers see
     `abi.LaunchParams`, and `roles` is SHARED_MASK.
     """
 
@@ -199,9 +217,11 @@ class Call:
 
 
 def _call_hash(variant: KernelVariant, arguments: Call) -> int:
-    if variant.op == ALL_GATHER_ADD:
-        return abi.all_gather_add_hash(
+    if variant.op != TAIL:
+        return abi.gather_hash(
+            variant.op,
             tp=variant.tp,
+            latent=variant.latent,
             hidden=variant.hidden,
             residual=arguments.rows != 0,
             channel=arguments.channel,
@@ -243,10 +263,9 @@ class Rank:
         self.device, self.rank, self.tp = device, rank, variant.tp
         self.max_tokens, self.channels = max_tokens, channels
         self.ranks_on_device = ranks_on_device or variant.tp
-        self.control_bytes = abi.control_bytes(max_tokens, channels)
-        self.workspace_bytes = abi.workspace_bytes(
-            variant.tp, variant.latent, variant.hidden, max_tokens, channels
-        )
+        self.slots = variant.slots(max_tokens)
+        self.control_bytes = variant.control_bytes(max_tokens, channels)
+        self.workspace_bytes = variant.workspace_bytes(max_tokens, channels)
         self.workspace_offset = -(-self.control_bytes // _ALIGN) * _ALIGN
         size = -(-(self.workspace_offset + self.workspace_bytes) // _GRANULE) * _GRANULE
         self.memory = Buffer(size)
@@ -299,8 +318,8 @@ class Rank:
         return self.memory.read(np.uint32, self.workspace_bytes // 4, self.workspace_offset)
 
     def read_generations(self) -> np.ndarray:
-        """[channel, role, token]"""
-        shape = (self.channels, 2, self.max_tokens)
+        """[channel, role, token or tile]"""
+        shape = (self.channels, 2, self.slots)
         return self.memory.read(np.uint32, shape, abi.GENERATIONS_OFFSET)
 
     def _grid(self, loaded: Loaded, arguments: Call):
@@ -318,10 +337,10 @@ class Rank:
         if call_hash is None:
             call_hash = _call_hash(loaded.variant, arguments)
         parameters = abi.LaunchParams(
-            control=self.control, max_tokens=self.max_tokens, rank=self.rank, call_hash=call_hash
+            control=self.control, slots=self.slots, rank=self.rank, call_hash=call_hash
         )
         for name in (field[0] for field in abi.LaunchParams._fields_):
-            if name not in ("control", "max_tokens", "rank", "call_hash"):
+            if name not in ("control", "slots", "rank", "call_hash"):
                 setattr(parameters, name, getattr(arguments, name))
         index, grid = self._grid(loaded, arguments)
         config = _config(grid, loaded.cubin.kernels[index], self.stream, arguments.pdl)
@@ -338,12 +357,13 @@ class Rank:
         """Enqueue a kernel that does nothing, of the grid that `launch` would take."""
         index, grid = self._grid(loaded, arguments)
         config = _config(grid, loaded.cubin.kernels[index], self.stream, arguments.pdl)
+        _allow_smem(empty_kernel(), loaded.cubin.kernels[index].smem_bytes)
         call(driver.cuLaunchKernelEx, config, empty_kernel(), 0, 0)
 
     def token_ctas(self, loaded: Loaded, tokens: int, roles: int, index: int) -> int:
         """gridDim.x as the product chooses it; nothing else runs here, so nothing is reserved."""
         return geometry.token_ctas(
-            tokens,
+            loaded.variant.slots(tokens),
             roles=roles,
             active_clusters=loaded.active_clusters(index),
             sm_count=self.device.sm_count,

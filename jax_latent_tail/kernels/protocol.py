@@ -152,7 +152,7 @@ class Call:
     control: Int64
     rank: Int32
     tokens: Int32
-    max_tokens: Int32
+    slots: Int32  # in a buffer of the workspace
     channel: Int32
     call_hash: Uint32
 
@@ -181,7 +181,7 @@ class Protocol:
         self.row_vectors = variant.latent // VECTOR
         self.hidden_vectors = variant.hidden // VECTOR
         self.shard_vectors = variant.shard // VECTOR
-        self.slots = abi.Slot(variant.tp, variant.latent, variant.hidden)
+        self.layout = variant.slot
 
     def owned(self, vectors: int) -> int:
         """Vectors of a row that a thread owns, the last perhaps beyond the row's end."""
@@ -190,7 +190,7 @@ class Protocol:
     @cute.kernel
     def kernel(
         self, rows: Int64, weights: Int64, indices: Int64, gamma: Int64, latent: Int64,
-        shared: Int64, shard: Int64, control: Int64, tokens: Int32, max_tokens: Int32,
+        shared: Int64, shard: Int64, control: Int64, tokens: Int32, slots: Int32,
         permuted_rows: Int32, top_k: Int32, rank: Int32, roles: Int32, channel: Int32,
         call_hash: Uint32, eps: Float32,
     ):  # fmt: skip
@@ -221,15 +221,17 @@ class Protocol:
             control=control,
             rank=rank,
             tokens=tokens,
-            max_tokens=max_tokens,
+            slots=slots,
             channel=channel,
             call_hash=call_hash,
         )
         failed = Uint32(0)
         wave = Int32(0)
-        while token < tokens:
-            last = token + stride >= tokens
-            failed = self.serve(call, operands, role, token, wave, last, failed)
+        carried = self.begin(call, operands, token)
+        end = self.end(call)
+        while token < end:
+            last = token + stride >= end
+            failed = self.serve(call, operands, role, token, wave, last, failed, carried)
             ptx.exit_if(Uint32(last & (failed == 0)))  # not by way of the failure's code
             self.report(call, role, token, failed)
             token = token + stride
@@ -241,7 +243,14 @@ class Protocol:
         """The role of this cluster, given blockIdx.z and the call's roles."""
         return Int32(abi.SHARED)
 
-    def serve(self, call, operands, role, token, wave, last, failed):
+    def begin(self, call, operands, token):
+        """Before the first token: what is carried from one to the next, here nothing."""
+
+    def end(self, call):
+        """Tokens of the call, or what is served in their place."""
+        return call.tokens
+
+    def serve(self, call, operands, role, token, wave, last, failed, carried):
         """One token, from its loads to its stores. Returns `failed`, right in all CTAs that have
         anything to store."""
         raise NotImplementedError
@@ -280,14 +289,14 @@ class Protocol:
 
     @cute.jit
     def generation_address(self, call, role, token):
-        index = Int64(call.channel * 2 + role) * Int64(call.max_tokens) + Int64(token)
+        index = Int64(call.channel * 2 + role) * Int64(call.slots) + Int64(token)
         return call.control + abi.GENERATIONS_OFFSET + index * 4
 
     @cute.jit
     def slot(self, call, token, generation):
         """Byte offset of the token's slot in any workspace."""
         buffer = call.channel * 2 + Int32(generation & Uint32(1))
-        return (Int64(buffer) * Int64(call.max_tokens) + Int64(token)) * self.slots.size
+        return (Int64(buffer) * Int64(call.slots) + Int64(token)) * self.layout.size
 
     def peer_workspace(self, call, peer):
         """Where this rank has mapped the peer's workspace."""
@@ -439,14 +448,18 @@ class Protocol:
             cause = Uint32(abi.TOLD)
         return cause, started
 
+    def mbarriers(self, call):
+        """Addresses of all mbarriers of a CTA."""
+        return [call.barriers, call.barriers + 8]
+
     @cute.jit
     def prepare(self, call, wave):
         """Before the first exchange, while the first loads are under way: this CTA's mbarriers."""
         if cutlass.const_expr(self.geometry.cluster > 1):
             if wave == 0:
                 if call.tidx == 0:
-                    ptx.barrier_init(call.barriers)
-                    ptx.barrier_init(call.barriers + 8)
+                    for barrier in self.mbarriers(call):
+                        ptx.barrier_init(barrier)
                     ptx.barrier_init_fence()
                 cute.arch.cluster_arrive_relaxed()
 
@@ -576,6 +589,10 @@ class Protocol:
                         call, role, Int32(0), failure(Uint32(abi.TOLD), False, teller)
                     )
 
+    def recorded(self, role):
+        """What a record says of the role."""
+        return role
+
     @cute.jit
     def write_record(self, call, role, token, failed):
         """Everything but the failure word itself is as it was: nothing was re-armed or advanced."""
@@ -588,11 +605,10 @@ class Protocol:
         field, got, expected = Uint32(0), Uint32(0), Uint32(0)
         if cause == abi.MISMATCH:
             first = Int32(ptx.trailing_zeros(ranks))
-            place = first * self.slots.routed_pitch + self.row_bytes
+            layout = self.layout
+            place = first * layout.routed_pitch + layout.routed_header
             if role == abi.SHARED:
-                place = (
-                    first * self.slots.shared_pitch + self.shard_bytes + self.slots.shared_offset
-                )
+                place = first * layout.shared_pitch + layout.shared_header + layout.shared_offset
             workspace = ptx.load_shared_long(call.control + Control.workspace.offset)
             header = workspace + self.slot(call, token, generation) + Int64(place)
             ours = self.header_words(call, generation)
@@ -605,7 +621,7 @@ class Protocol:
             waited = ptx.load_shared_long(call.control + Control.deadline_ns.offset)
         record = ptx.load_shared_long(call.control + Control.record.offset)
         for name, value in (
-            ("role", role),
+            ("role", self.recorded(role)),
             ("wait", wait),
             ("field", field),
             ("token", token),

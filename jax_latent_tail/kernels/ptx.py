@@ -413,3 +413,101 @@ def any_sentinel(w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32, *, loc=None, ip
         " selp.b32 $0, 1, 0, p;}"
     )
     return Uint32(_pure(T.i32(), [w0, w1, w2, w3], text, "=r,r,r,r,r", loc, ip))
+
+
+# ---- products
+
+
+@dsl_user_op
+def stream_vector_if(address: Int64, active: Uint32, *, loc=None, ip=None):
+    """Four words that are read once, past the L1 cache; zeros where `active` is zero."""
+    text = (
+        "{.reg .pred p; setp.ne.u32 p, $5, 0;"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];}"
+    )
+    return _vector([address, active], text, "=&r,=&r,=&r,=&r,l,r", loc, ip)
+
+
+@dsl_user_op
+def copy_vector_async(to: Int32, address: Int64, count: Uint32, *, loc=None, ip=None):
+    """Four words into shared memory, zeros from byte `count` on: there after `copies_arrived`."""
+    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    _asm(None, [to, address, count], text, "r,l,r", loc, ip)
+
+
+@dsl_user_op
+def copies_arrived(*, loc=None, ip=None):
+    """Wait for this thread's copies."""
+    _asm(None, [], "cp.async.wait_all;", "", loc, ip)
+
+
+@dsl_user_op
+def load_smem_pair(address: Int32, *, loc=None, ip=None):
+    """Two words, 8-byte aligned."""
+    struct = llvm.StructType.get_literal([T.i32()] * 2)
+    out = _asm(struct, [address], "ld.shared.v2.u32 {$0,$1}, [$2];", "=r,=r,r", loc, ip)
+    return tuple(Uint32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
+def load_half_if(address: Int64, active: Uint32, *, loc=None, ip=None) -> Uint32:
+    """One bf16, in the low half of the word; zero where `active` is zero."""
+    text = (
+        "{.reg .pred p; .reg .b16 h; setp.ne.u32 p, $2, 0; mov.b16 h, 0;"
+        " @p ld.global.u16 h, [$1]; cvt.u32.u16 $0, h;}"
+    )
+    return Uint32(_asm(T.i32(), [address, active], text, "=r,l,r", loc, ip))
+
+
+@dsl_user_op
+def lows(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The low halves of two words, a's below."""
+    return Uint32(_pure(T.i32(), [a, b], "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def highs(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The high halves of two words, a's below."""
+    return Uint32(_pure(T.i32(), [a, b], "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def multiply_add(a, b, c, *, loc=None, ip=None):
+    """c [16, 8] fp32 + a [16, 16] bf16 @ b [16, 8] bf16, in the fragments of `mma.m16n8k16`."""
+    out = _asm(
+        llvm.StructType.get_literal([T.f32()] * 4),
+        [*a, *b, *c],
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        " {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        loc,
+        ip,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def store_smem_floats(
+    address: Int32, v0: Float32, v1: Float32, v2: Float32, v3: Float32, *, loc=None, ip=None
+):
+    """Four floats into the own CTA's shared memory, 16-byte aligned."""
+    text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
+    _asm(None, [address, v0, v1, v2, v3], text, "r,f,f,f,f", loc, ip)
+
+
+@dsl_user_op
+def send_floats(
+    address: Int32,
+    v0: Float32,
+    v1: Float32,
+    v2: Float32,
+    v3: Float32,
+    barrier: Int32,
+    *,
+    loc=None,
+    ip=None,
+):
+    """Store four floats into a CTA of the cluster and count 16 bytes on that CTA's mbarrier."""
+    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1,$2,$3,$4}, [$5];"
+    _asm(None, [address, v0, v1, v2, v3, barrier], text, "r,f,f,f,f,r", loc, ip)

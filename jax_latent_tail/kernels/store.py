@@ -44,7 +44,10 @@ COMPILE_TIMEOUT_S = 240.0
 LOCK_TIMEOUT_S = 240.0
 _LOCK_POLL_S = 0.05
 
-_SOURCES = ("abi.py", "collective.py", "geometry.py", "protocol.py", "ptx.py", "variant.py")
+_SOURCES = (
+    "abi.py", "collective.py", "geometry.py", "module.py", "projection.py", "protocol.py", "ptx.py",
+    "variant.py",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ Same publish, wait and arithmetic; no status, header, deadline, poison or report
 import cutlass.cute as cute
 from cutlass import Int64, Uint32
 
-from jax_latent_tail.kernels import collective, ptx
+from jax_latent_tail.kernels import collective, projection, ptx
 from jax_latent_tail.kernels.abi import Control
-from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL
+from jax_latent_tail.kernels.variant import ALL_GATHER_ADD, TAIL, UP_GATHER_ADD
 
 
 class _Unguarded:
@@ -56,4 +56,8 @@ class _AllGatherAdd(_Unguarded, collective.AllGatherAdd):
     pass
 
 
-KERNELS = {TAIL: _Tail, ALL_GATHER_ADD: _AllGatherAdd}
+class _UpGatherAdd(_Unguarded, projection.UpGatherAdd):
+    pass
+
+
+KERNELS = {TAIL: _Tail, ALL_GATHER_ADD: _AllGatherAdd, UP_GATHER_ADD: _UpGatherAdd}

@@ -5,7 +5,7 @@ import re
 
 from jax_latent_tail.errors import ArgumentValueError
 from jax_latent_tail.kernels import abi
-from jax_latent_tail.spec import TailSpec
+from jax_latent_tail.spec import MOST_PROJECTED_TOKENS, TailSpec
 
 ANY_TOP_K = -1
 # K that have their own class, with wide loads of a token's indices and weights.
@@ -14,8 +14,14 @@ TOP_K_CLASSES = (0, *WIDE_TOP_K, ANY_TOP_K)
 
 UNICAST, MULTICAST = "unicast", "multicast"
 
-# What a kernel does: the tail or one half of it, or `all_gather_add`.
-TAIL, ALL_GATHER_ADD = "tail", "all_gather_add"
+# What a kernel does: the tail or one half of it, `all_gather_add`, or the same of columns that it
+# first computes by the up-projection.
+TAIL, ALL_GATHER_ADD, UP_GATHER_ADD = "tail", "all_gather_add", "up_gather_add"
+OPS = (TAIL, ALL_GATHER_ADD, UP_GATHER_ADD)
+
+# In up_gather_add: most tokens of a call, columns that a cluster computes at a time, rows of the
+# stripe that a warp multiplies at a time.
+UP_TOKENS, UP_TILE, UP_STEP = MOST_PROJECTED_TOKENS, 64, 16
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -25,7 +31,8 @@ class KernelVariant:
     Attributes:
       arch: what the compiler calls the target, e.g. "sm_90", "sm_100f".
       tp: ranks in the group, 1..16.
-      latent: L, a multiple of 8; 0 compiles no routed half, and in all_gather_add there is none.
+      latent: L, a multiple of 8; 0 compiles no routed half, and in all_gather_add there is none. In
+        up_gather_add rows of the up-projection.
       hidden: H, a multiple of 8 * tp; 0 compiles no shared half.
       top_k: the class of K: 0 for finalized rows, 8, 16, or ANY_TOP_K for a run-time K.
       fp32_internal: see `TailSpec`.
@@ -33,7 +40,7 @@ class KernelVariant:
         multimem.st). The reduce-scatter half sends different data to each peer, always unicast.
       trigger: let a PDL-aware successor start once this call's rows are published. Never for ranks
         that share a GPU: the successor's CTAs hold the SMs that a peer needs.
-      op: TAIL or ALL_GATHER_ADD. In the latter a residual is optional at run time.
+      op: one of OPS. In the gathers a residual is optional at run time.
     """
 
     arch: str
@@ -68,10 +75,16 @@ class KernelVariant:
         need(self.top_k in TOP_K_CLASSES, "top_k", f"one of the classes {TOP_K_CLASSES}")
         need(self.top_k == 0 or self.latent > 0, "top_k", "0, when latent is 0")
         need(self.publish in (UNICAST, MULTICAST), "publish", f"{UNICAST!r} or {MULTICAST!r}")
-        need(self.op in (TAIL, ALL_GATHER_ADD), "op", f"{TAIL!r} or {ALL_GATHER_ADD!r}")
+        need(self.op in OPS, "op", f"one of {OPS}")
         if self.op == ALL_GATHER_ADD:
             need(self.latent == 0, "latent", "0 in all_gather_add")
-            need(not self.fp32_internal, "fp32_internal", "False in all_gather_add")
+        if self.op == UP_GATHER_ADD:
+            need(self.latent > 0, "latent", "positive in up_gather_add")
+            need(self.hidden > 0, "hidden", "positive in up_gather_add")
+            need(not self.trigger, "trigger", "False in up_gather_add")
+        if self.op != TAIL:
+            need(self.top_k == 0, "top_k", f"0 in {self.op}")
+            need(not self.fp32_internal, "fp32_internal", f"False in {self.op}")
 
     @classmethod
     def of(cls, spec: TailSpec, arch: str, publish: str = UNICAST) -> "KernelVariant":
@@ -85,7 +98,7 @@ class KernelVariant:
             top_k=top_k if top_k in TOP_K_CLASSES else ANY_TOP_K,
             fp32_internal=spec.fp32_internal,
             publish=publish,
-            op=ALL_GATHER_ADD if spec.gathers else TAIL,
+            op=spec.op if spec.gathers else TAIL,
         )
 
     @classmethod
@@ -95,10 +108,36 @@ class KernelVariant:
         """The variant for results [M, hidden]."""
         return cls(arch, tp, 0, hidden, publish=publish, trigger=trigger, op=ALL_GATHER_ADD)
 
+    @classmethod
+    def up_gather_add(
+        cls, arch: str, tp: int, latent: int, hidden: int, publish: str = UNICAST
+    ) -> "KernelVariant":
+        """The variant for results [M, hidden] of an up-projection of `latent` columns."""
+        return cls(arch, tp, latent, hidden, publish=publish, op=UP_GATHER_ADD)
+
     @property
     def shard(self) -> int:
-        """S, columns of the shared output that one rank keeps; in all_gather_add, that it has."""
+        """S, columns of the shared output that one rank keeps; in the gathers, that it has."""
         return self.hidden // self.tp
+
+    @property
+    def slot(self) -> abi.Slot:
+        """What a workspace holds for one token; in up_gather_add for one tile of all tokens."""
+        if self.op == UP_GATHER_ADD:
+            return abi.Slot(self.tp, 0, self.tp * UP_TOKENS * UP_TILE)
+        return abi.Slot(self.tp, self.latent, self.hidden)
+
+    def slots(self, tokens: int) -> int:
+        """How many of them there are for so many tokens, each with a generation of its own."""
+        return -(-self.shard // UP_TILE) if self.op == UP_GATHER_ADD else tokens
+
+    def control_bytes(self, max_tokens: int, channels: int = 1) -> int:
+        """Bytes of one rank's control block."""
+        return abi.control_bytes(self.slots(max_tokens), channels)
+
+    def workspace_bytes(self, max_tokens: int, channels: int = 1) -> int:
+        """Bytes of one rank's workspace."""
+        return abi.workspace_bytes(self.slot, self.slots(max_tokens), channels)
 
     @property
     def key(self) -> str:
@@ -113,7 +152,7 @@ class KernelVariant:
     def parse(cls, key: str) -> "KernelVariant":
         """The variant whose `key` this is."""
         match = re.fullmatch(
-            r"(?:(all_gather_add)-)?(sm_\d+[af]?)-tp(\d+)-l(\d+)-h(\d+)-k(\d+|any)-(fp32|bf16)"
+            r"(?:(all_gather_add|up_gather_add)-)?(sm_\d+[af]?)-tp(\d+)-l(\d+)-h(\d+)-k(\d+|any)-(fp32|bf16)"
             r"-(unicast|multicast)(-trigger)?",
             key,
         )
@@ -162,4 +201,10 @@ def default_matrix() -> list[KernelVariant]:
         for tp in ranks
         for publish in publishes
     ]
-    return tails + gathers
+    up = [
+        KernelVariant.up_gather_add(arch, tp, 3584, 7168, publish)
+        for arch in archs
+        for tp in ranks
+        for publish in publishes
+    ]
+    return tails + gathers + up

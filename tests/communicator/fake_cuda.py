@@ -16,6 +16,8 @@ from cuda.bindings import driver as real
 
 GRANULARITY = 64 << 10
 MULTICAST_GRANULARITY = 128 << 10
+_DEFAULT_SMEM_BYTES = 48 << 10
+_MOST_SMEM_BYTES = 227 << 10
 _PACK = 2 << 20  # ordinary allocations below this share a block, and so an IPC handle
 
 
@@ -184,6 +186,7 @@ class FakeDriver:
         self.registered = {}
         self.modules = {}
         self.functions = {}
+        self.smem_bytes = {}  # that a function may have
         self.peer_access = set()
         self.pending = collections.defaultdict(list)  # writes by ordinal that may not be done yet
         self.initialised = False
@@ -588,6 +591,10 @@ class FakeDriver:
 
     def _cuFuncSetAttribute(self, function, attribute, value):
         assert _number(function) in self.functions
+        if attribute.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES":
+            if value > _MOST_SMEM_BYTES:
+                raise Failure("INVALID_VALUE")
+            self.smem_bytes[_number(function)] = value
 
     def _cuOccupancyMaxActiveClusters(self, function, config):
         ordinal, _, _ = self.functions[_number(function)]
@@ -596,6 +603,9 @@ class FakeDriver:
         cluster = config.attrs[0].value.clusterDim
         size = cluster.x * cluster.y * cluster.z
         assert config.gridDimX % cluster.x == config.gridDimY % cluster.y == 0
+        allowed = self.smem_bytes.get(_number(function), _DEFAULT_SMEM_BYTES)
+        if config.sharedMemBytes > allowed:
+            raise Failure("INVALID_VALUE")
         return self.visible[ordinal].sms * (1024 // config.blockDimX) // size
 
     # Multicast.

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from world import World, current_process, nothing_left, row, spec
+from world import World, current_process, nothing_left, projection, row, spec
 
 from jax_latent_tail.communicator import cuda, descriptors
 from jax_latent_tail.communicator.cuda import CudaCommunicator
@@ -20,6 +20,7 @@ from jax_latent_tail.errors import (
     UnavailableError,
 )
 from jax_latent_tail.kernels import abi, geometry, store
+from jax_latent_tail.spec import gather_spec
 
 SHAPES = [[1], [2], [8], [1, 1], [1] * 8, [2, 2], [3, 1], [1, 4, 3]]
 
@@ -122,14 +123,14 @@ def test_only_the_processes_of_a_group_map_its_memory(sockets):
 def test_processes_that_share_a_gpu_plan_for_it(sockets):
     # Few SMs, so that what fits bounds the plans.
     alone, together = World([1, 1], sms=60), World([1, 1], shared_device=True, sms=60)
-    call = spec(2, max_tokens=128)
+    call = spec(2, 3584, 7168, max_tokens=128)
     plans = []
     for world in (alone, together):
         made = world.establish(row(2), call)
         plans.append([p.native_library.registrations[0]["plans"] for p in world.processes])
         world.check_wired(made, row(2), call)
         world.close(made)
-    few, many = (4, 128), (1, 128)
+    few, many = (4, 128), (1, 480)
     for (own, peers), sharing, reserved in zip(
         plans, (1, 2), (geometry.RESERVED_SMS, 0), strict=True
     ):
@@ -178,11 +179,104 @@ def test_what_the_library_is_told(latent, hidden, op, sockets):
             op, tp=2, latent=latent or 0, hidden=hidden or 0, top_k=0, fp32_internal=True, eps=1e-5
         )
         names = [process.bindings.functions[k.function][1] for k in arguments["kernels"]]
-        assert names == [b"few", b"many"]
+        geometries = geometry.entries(2, latent or 0, hidden or 0)
+        assert names == [f"kernel_{index}".encode() for index in range(len(geometries))]
+        assert [(k.cluster, k.threads, k.smem_bytes) for k in arguments["kernels"]] == [
+            (g.cluster, g.threads, g.smem_bytes) for g in geometries
+        ]
+        assert arguments["slots"] == 3
         roles = (latent is not None) + (hidden is not None)
         assert all(ctas <= 132 * 8 // roles for _, ctas in arguments["plans"])
     world.close(made)
     assert all(process.native_library.ranks == {} for process in world.processes)
+
+
+@pytest.mark.parametrize(("max_tokens", "planned"), [(1, 1), (9, 9), (32, 32), (33, 32), (128, 32)])
+def test_an_up_projection_has_tiles_in_the_place_of_tokens(max_tokens, planned, sockets):
+    world = World([1, 1])
+    call = projection(2, shard=200, max_tokens=max_tokens)  # three tiles of 64 columns, and 8 more
+    with nothing_left(world, sockets):
+        made = world.establish(row(2), call)
+        world.check_wired(made, row(2), call)
+        rows = 32 * 64 * 2 + 128  # of all tokens and a header, padded
+        for process, communicator in zip(world.processes, made, strict=True):
+            (arguments,) = process.native_library.registrations
+            assert arguments["slots"] == 4
+            assert f"memory of {2 * 4 * 2 * rows} bytes a rank" in communicator.summary
+            assert len(arguments["plans"]) == planned
+            for tokens, (index, ctas) in enumerate(arguments["plans"], start=1):
+                assert (index, ctas) == ((tokens > 8) + (tokens > 16), 4)
+            assert len(arguments["kernels"]) == 3
+        world.close(made)
+    assert world.holdings() == world.kept()
+
+
+def test_an_up_projection_of_more_rows_than_shared_memory_holds_is_not_served():
+    assert cuda.unsupported(projection(2, latent=6144)) is None
+    reason = "latent_dim=6152 is more than shared memory has room for"
+    assert cuda.unsupported(projection(2, latent=6152)) == reason
+    assert cuda.unsupported(spec(2, latent=6152)) is None
+
+
+def test_a_kernel_that_cannot_have_its_shared_memory_is_a_refusal(sockets):
+    world = World([1, 1])
+    with nothing_left(world, sockets):
+        text = same_refusal(world.establish(row(2), projection(2, latent=32768)))
+    assert "'loading the kernels' failed in process 0" in text
+    assert "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE" in text
+
+
+@pytest.mark.parametrize(("shared_device", "sms"), [(False, 60), (True, 60), (False, 132)])
+def test_the_tiles_of_an_up_projection_take_turns_where_they_do_not_fit_at_once(
+    shared_device, sms, sockets
+):
+    world = World([1, 1], shared_device=shared_device, sms=sms)
+    call = projection(2, latent=3584, shard=3584)
+    made = world.establish(row(2), call)
+    for process in world.processes:
+        (arguments,) = process.native_library.registrations
+        expected = geometry.token_ctas(
+            56,
+            roles=1,
+            active_clusters=sms * (1024 // 128) // 8,
+            sm_count=sms,
+            ranks_on_device=2 if shared_device else 1,
+            reserved_sms=0 if shared_device else geometry.RESERVED_SMS,
+            cluster=8,
+            untouched_sms=geometry.UNTOUCHED_SMS if shared_device else 0,
+        )
+        assert {ctas for _, ctas in arguments["plans"]} == {expected}
+        assert (expected < 56) == (sms == 60)
+    world.close(made)
+
+
+def test_an_up_projection_has_a_call_hash_of_its_own(sockets):
+    calls = [
+        projection(2), projection(2, latent=264), projection(2, shard=208),
+        projection(2, has_residual=False), gather_spec(2, 200, True, 40),
+        gather_spec(2, 200, False, 40), spec(2, 256, 400),
+    ]  # fmt: skip
+    assert len({cuda.call_hash(call) for call in calls}) == len(calls)
+    assert cuda.call_hash(projection(2, max_tokens=3)) == cuda.call_hash(projection(2))
+    world = World([1, 1])
+    made = world.establish(row(2), projection(2))
+    for process in world.processes:
+        (arguments,) = process.native_library.registrations
+        assert arguments["call_hash"] == abi.gather_hash(
+            "up_gather_add", tp=2, latent=256, hidden=400, residual=True
+        )
+    world.close(made)
+
+
+def test_an_up_projection_and_other_calls_of_its_sizes_have_memory_of_their_own(sockets):
+    world = World([1, 1])
+    calls = [projection(2), gather_spec(2, 200, True, 32), spec(2, 256, 400)]
+    made = [world.establish(row(2), call) for call in calls]
+    for process in world.processes:
+        assert len({a["control"] for a in process.native_library.registrations}) == len(calls)
+    for communicators in made:
+        world.close(communicators)
+    assert world.holdings() == world.kept(len(calls))
 
 
 def test_settings_reach_the_control_block(sockets):
@@ -354,6 +448,23 @@ def test_a_wrong_setting_is_an_error_that_names_it(value, sockets):
 )
 def test_sizes_that_no_kernel_serves(sizes, reason):
     found = cuda.unsupported(spec(**{"tp": 2, **sizes}))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({}, None),
+        ({"latent": 8, "shard": 8}, None),
+        ({"latent": 12}, "latent_dim=12"),
+        ({"shard": 12}, "hidden_dim=24"),
+        ({"tp": 17}, "17 ranks"),
+        ({"tp": 16}, None),
+        ({"tp": 1}, None),
+    ],
+)
+def test_sizes_of_an_up_projection_that_no_kernel_serves(sizes, reason):
+    found = cuda.unsupported(projection(**{"tp": 2, **sizes}))
     assert found is None if reason is None else reason in found
 
 

@@ -9,11 +9,12 @@ import fake_cuda
 import pytest
 from fake_cuda import MulticastObject
 from test_cuda_communicator import force
-from world import World, nothing_left, row, spec
+from world import World, nothing_left, projection, row, spec
 
 from jax_latent_tail.communicator import cuda, multicast
 from jax_latent_tail.errors import RendezvousError
 from jax_latent_tail.kernels import abi, store
+from jax_latent_tail.spec import gather_spec
 
 
 def asking(world):
@@ -85,6 +86,50 @@ def test_the_kernel_is_the_one_that_publishes_so(sockets):
     world.close(made)
 
 
+# The call, and from one rank's row to the next.
+PUBLISHING = {
+    "fused": (spec(3), 256 * 2 + 128),
+    "all_gather_add": (gather_spec(3, 200, False, 40), 200 * 2 + 112),
+    "up_gather_add": (projection(3, shard=200), 32 * 64 * 2 + 128),
+}
+
+
+@pytest.mark.parametrize("op", PUBLISHING)
+def test_probes_are_stored_and_checked_where_rows_arrive(op, sockets, monkeypatch):
+    call, pitch = PUBLISHING[op]
+    world = asking(World([1, 1, 1]))
+    stored, checked = [[], [], []], [[], [], []]
+    numbers = [process.bindings.number for process in world.processes]
+    real_write = fake_cuda.FakeDriver.write
+    real_copy = fake_cuda.FakeDriver._cuMemcpyDtoH
+
+    def write(self, address, data, ordinal):
+        memory, offset = self._resolve(address, len(data), ordinal)
+        if isinstance(memory, MulticastObject):
+            stored[numbers.index(self.number)].append(offset)
+        real_write(self, address, data, ordinal)
+
+    def copy(self, destination, address, size):
+        _, offset = self._resolve(int(address), size, self.current())
+        checked[numbers.index(self.number)].append(offset)
+        real_copy(self, destination, address, size)
+
+    with nothing_left(world, sockets):
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_cuda.FakeDriver, "write", write)
+            patch.setattr(fake_cuda.FakeDriver, "_cuMemcpyDtoH", copy)
+            made = world.establish(row(3), call)
+        assert publishes(world, made) == "multicast"
+        assert stored == [[rank * pitch] for rank in range(3)]
+        assert checked == [[rank * pitch for rank in range(3)]] * 3
+        for process in world.processes:
+            ((_, module),) = process.bindings.modules.values()
+            assert b"-multicast" in module
+        world.check_wired(made, row(3), call)  # nothing is left of the probes
+        world.close(made)
+    assert world.holdings() == world.kept()
+
+
 @pytest.mark.parametrize(
     "what", ["not asked", "nvls off", "one device", "shared", "ipc", "one rank", "shared half"]
 )
@@ -112,13 +157,14 @@ def test_where_it_is_not_used(what, sockets, caplog):
     assert ("no multicast" in caplog.text) == (what not in ("not asked", "nvls off"))
 
 
+@pytest.mark.parametrize("op", PUBLISHING)
 @pytest.mark.parametrize("lost_by", [0, 1, 2])
 @pytest.mark.parametrize("what", ["nothing arrives", "one is left out", "garbled"])
 def test_a_store_that_does_not_arrive_everywhere_leads_to_unicast(
-    lost_by, what, sockets, monkeypatch, caplog
+    lost_by, what, op, sockets, monkeypatch, caplog
 ):
     """Set-up that succeeds is no proof."""
-    world = asking(World([1, 1, 1]))
+    world, (call, _) = asking(World([1, 1, 1])), PUBLISHING[op]
     liar = world.processes[lost_by].bindings
     real = fake_cuda.FakeDriver.write
 
@@ -139,10 +185,10 @@ def test_a_store_that_does_not_arrive_everywhere_leads_to_unicast(
 
     monkeypatch.setattr(fake_cuda.FakeDriver, "write", write)
     with nothing_left(world, sockets):
-        made = world.establish(row(3), spec(3))
+        made = world.establish(row(3), call)
         assert publishes(world, made) == "unicast"
         # The probes of the others are gone too.
-        world.check_wired(made, row(3), spec(3))
+        world.check_wired(made, row(3), call)
         assert f"store of rank {lost_by} of group 0" in caplog.text
         world.close(made)
     assert world.holdings() == world.kept()

@@ -14,8 +14,9 @@ import fake_cuda
 from jax_latent_tail.communicator import cuda
 from jax_latent_tail.communicator.driver import Driver
 from jax_latent_tail.communicator.rendezvous import Rendezvous, ServiceStore
-from jax_latent_tail.kernels import abi, store
-from jax_latent_tail.spec import TailSpec
+from jax_latent_tail.kernels import abi, geometry, store
+from jax_latent_tail.kernels.variant import KernelVariant
+from jax_latent_tail.spec import TailSpec, gather_spec
 
 TIMEOUT_S = 60
 
@@ -275,14 +276,14 @@ class World:
                 ranks[owner] = (process, arguments)
         assert sorted(ranks) == sorted(device for ids in table for device in ids)
         controls = {}
-        size = abi.workspace_bytes(
-            spec.tp, spec.latent_dim or 0, spec.hidden_dim or 0, spec.max_tokens
-        )
+        variant = KernelVariant.of(spec, "sm_90")
+        size = variant.workspace_bytes(spec.max_tokens)
         for device, (process, arguments) in ranks.items():
             ordinal = arguments["ordinal"]
             data = process.bindings.read(
-                arguments["control"], abi.control_bytes(spec.max_tokens), ordinal
+                arguments["control"], variant.control_bytes(spec.max_tokens), ordinal
             )
+            assert arguments["slots"] == variant.slots(spec.max_tokens)
             control = controls[device] = abi.Control.from_buffer_copy(data)
             assert not any(data[abi.GENERATIONS_OFFSET :])
             assert (control.broken, control.closed, control.claimed) == (0, 0, 0)
@@ -320,12 +321,13 @@ class World:
         return [process.bindings.holdings() for process in self.processes]
 
     def cubin_stand_in(self, variant):
-        """What `store.find` gives: two kernels."""
-        symbols = ("few", "many")
+        """What `store.find` gives: a kernel for each geometry."""
+        geometries = geometry.entries(variant.tp, variant.latent, variant.hidden, variant.op)
+        symbols = [f"kernel_{index}" for index in range(len(geometries))]
         data = f"{variant.key} {symbols}".encode()
         kernels = tuple(
-            store.KernelEntry(symbol, cluster, 128, 4096 * cluster**2, 64)
-            for symbol, cluster in zip(symbols, (4, 1), strict=True)
+            store.KernelEntry(symbol, g.cluster, g.threads, g.smem_bytes, 64)
+            for symbol, g in zip(symbols, geometries, strict=True)
         )
         return store.Cubin(variant, data, hashlib.sha256(data).hexdigest(), kernels, "a stand-in")
 
@@ -342,6 +344,11 @@ def spec(tp, latent=256, hidden=None, max_tokens=40, **options):
         max_tokens=max_tokens,
         **options,
     )
+
+
+def projection(tp, latent=256, shard=200, max_tokens=40, has_residual=True):
+    """An up-projection to `shard` columns of each rank, and the gather of those."""
+    return gather_spec(tp, shard, has_residual, max_tokens, latent)
 
 
 def row(count):

@@ -78,7 +78,8 @@ class Registered:
     def __init__(self, shim, spec=SPEC, table=TABLE, **options):
         self.record = abi.Record()
         _records.append(self.record)
-        declared = {"rank": 1, "control": CONTROL, "call_hash": 77, "pdl": True, **options}
+        declared = {"rank": 1, "control": CONTROL, "call_hash": 77, "slots": 9, "pdl": True}
+        declared |= options
         self.handle = shim.native_library.add_cuda_rank(
             ordinal=0,
             devices=[d for group in table for d in group],
@@ -126,7 +127,7 @@ def test_a_call_launches_the_kernel_that_its_number_of_tokens_is_planned_for(shi
     assert list(launch.block) == [kernel.threads, 1, 1]
     assert launch.smem_bytes == kernel.smem_bytes
     wanted = {
-        "control": CONTROL, "tokens": tokens, "max_tokens": 8, "permuted_rows": 0, "top_k": 0,
+        "control": CONTROL, "tokens": tokens, "slots": 9, "permuted_rows": 0, "top_k": 0,
         "rank": 1, "roles": abi.BOTH_MASK, "channel": 0, "call_hash": 77, "weights": 0,
         "indices": 0, "eps": int(np.float32(1e-5).view(np.uint32)),
     }  # fmt: skip
@@ -187,6 +188,78 @@ def test_an_all_gather_add_passes_its_rows_in_the_places_of_the_shared_half(shim
     assert launch.parameter("gamma") == launch.parameter("latent") == 0
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*operand"):
         call(arrays[:-1] if has_residual else arrays * 2, [((3, 32), jnp.bfloat16)], spec)
+
+
+def projecting(has_residual):
+    return gather_spec(2, 16, has_residual, 8, latent_dim=24)
+
+
+def operands_of_projection(tokens, has_residual=True):
+    operands = [bf16(tokens, 24), bf16(24, 16), bf16(tokens, 16)]
+    return operands + [bf16(tokens, 32)] * has_residual
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_an_up_projection_is_passed_beside_what_it_is_gathered_with(shim, tokens, has_residual):
+    spec = projecting(has_residual)
+    Registered(shim, spec, slots=1)
+    arrays = operands_of_projection(tokens, has_residual)
+    (gathered,) = call(arrays, [((tokens, 32), jnp.bfloat16)], spec)
+    launch = shim.shim_last().contents
+    index, ctas = PLANS[tokens - 1]
+    assert list(launch.grid) == [ctas, KERNELS[index].cluster, 1]
+    latent, w_up, shard, *residual = (array.unsafe_buffer_pointer() for array in arrays)
+    wanted = {
+        "latent": latent, "weights": w_up, "shared": shard, "rows": residual[0] if residual else 0,
+        "shard": gathered.unsafe_buffer_pointer(), "indices": 0, "gamma": 0, "control": CONTROL,
+        "tokens": tokens, "slots": 1, "permuted_rows": 0, "top_k": 0, "rank": 1,
+        "roles": abi.SHARED_MASK, "channel": 0, "call_hash": 77,
+    }  # fmt: skip
+    assert {name: launch.parameter(name) for name in wanted} == wanted
+
+
+def test_a_gather_with_and_without_a_projection_have_communicators_of_their_own(shim):
+    Registered(shim, projecting(True), control=CONTROL + 512)
+    plain = gather_spec(2, 16, True, 8)
+    Registered(shim, plain, control=CONTROL + 1024)
+    result = [((3, 32), jnp.bfloat16)]
+    call(operands_of_projection(3), result, projecting(True))
+    assert shim.shim_last().contents.parameter("control") == CONTROL + 512
+    call(operands_of_projection(3)[2:], result, plain)
+    assert shim.shim_last().contents.parameter("control") == CONTROL + 1024
+
+
+WRONG_PROJECTIONS = {
+    "no residual": ({3: None}, "no operand 'residual'"),
+    "one operand too many": ({4: bf16(1)}, "5 operands instead of 4"),
+    "a latent of another width": ({0: bf16(3, 16)}, r"latent has shape \[3, 16\]"),
+    "a w_up of fewer rows": ({1: bf16(16, 16)}, r"w_up has shape \[16, 16\]"),
+    "a w_up that is transposed": ({1: bf16(16, 24)}, r"w_up has shape \[16, 24\]"),
+    "the w_up of all ranks": ({1: bf16(24, 32)}, r"w_up has shape \[24, 32\]"),
+    "a shard of other tokens": ({2: bf16(2, 16)}, r"x has shape \[2, 16\]"),
+    "a residual of one rank": ({3: bf16(3, 16)}, r"residual has shape \[3, 16\]"),
+    "an fp32 latent": ({0: jnp.zeros((3, 24))}, "latent has dtype"),
+    "an fp32 w_up": ({1: jnp.zeros((24, 16))}, "w_up has dtype"),
+    "an fp32 shard": ({2: jnp.zeros((3, 16))}, "x has dtype"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PROJECTIONS)
+def test_operands_of_a_projection_that_contradict_the_attributes_are_refused(shim, case):
+    Registered(shim, projecting(True))
+    launches = shim.shim_launches()
+    changes, message = WRONG_PROJECTIONS[case]
+    operands = dict(enumerate(operands_of_projection(3))) | changes
+    arrays = [array for array in operands.values() if array is not None]
+    result = [((3, 32), jnp.bfloat16)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*{message}"):
+        call(arrays, result, projecting(True))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*result"):
+        call(operands_of_projection(3), result * 2, projecting(True))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*9 tokens"):
+        call(operands_of_projection(9), [((9, 32), jnp.bfloat16)], projecting(True))
+    assert shim.shim_launches() == launches
 
 
 WRONG_BUFFERS = {
@@ -253,7 +326,8 @@ def test_buffers_that_contradict_the_attributes_are_refused(shim, case):
         ({"eps": np.float64(1e-5)}, "'eps'"),
         ({"tp": 0}, "contradict"),
         ({"tp": 3}, "contradict"),
-        ({"gathers": np.bool_(True)}, "contradict"),
+        ({"gathers": np.bool_(True), "top_k": 2}, "contradict"),
+        ({"gathers": np.bool_(True), "hidden_dim": 0}, "contradict"),
         ({"has_residual": np.bool_(True)}, "contradict"),
         ({"latent_dim": -16}, "contradict"),
         ({"max_tokens": 0}, "contradict"),

@@ -13,12 +13,14 @@ Columns, us per layer, the best of several rounds over all ranks' clocks:
   layer+     the same with latent_tail.compiler_options()
   tail       what the tail adds to `layer`: the same body with and without it
   tail+      what it adds to `layer+`
-  moe_tail N fused, up-projection of a stripe of its own each layer, and all_gather_add: the slope
-             of a scan with unroll=N
+  moe_tail N (2 N layers - N layers) / N of moe_tails in one program without a loop; N stripes, each
+             an array of its own
+  gemm N     the same where the up-projection is a GEMM of XLA, and the gather a call of its own
   floor      reading all ranks' stripes of one layer from the memory of the shared GPU
 """
 
 import argparse
+import contextlib
 import sys
 import time
 
@@ -30,11 +32,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_latent_tail as latent_tail
-from jax_latent_tail import launch
+from jax_latent_tail import launch, spec
 from jax_latent_tail.kernels import processes
 
 LAYERS = 184
-MOE_LAYERS = 46
+MOE_LAYERS = 24
 MEMORY_BYTES_PER_US = 4.8e6  # of an H200
 
 
@@ -55,22 +57,29 @@ def chain(with_tail, with_gemm, length, unroll):
     return scan
 
 
-def moe_chain(length, unroll):
-    def scan(rows, shared, gamma, w_up, x):
-        def layer(x, w_up):
-            # Ties the calls to the layer before, or XLA would take them out of the loop.
+def moe_chain(turns):
+    """`turns` times a layer for each stripe, one after the other."""
+
+    def layers(rows, shared, gamma, stripes, x):
+        for w_up in stripes * turns:
+            # Ties the calls to the layer before, or XLA would make equal ones once.
             x, of_rows, of_shared = lax.optimization_barrier((x, rows, shared))
-            y = latent_tail.moe_tail(
+            x = latent_tail.moe_tail(
                 of_rows, of_shared, gamma, w_up, x, axis_name="tp", implementation="cuda"
             )
-            return y, None
-
-        # The same stripes again, where there are more layers than stripes.
-        for _ in range(length // MOE_LAYERS):
-            x, _ = lax.scan(layer, x, w_up, unroll=unroll)
         return x
 
-    return scan
+    return layers
+
+
+@contextlib.contextmanager
+def products_by_xla():
+    """What is lowered in it has no call that computes the up-projection."""
+    real, spec.most_projected_tokens = spec.most_projected_tokens, lambda *sizes: 0
+    try:
+        yield
+    finally:
+        spec.most_projected_tokens = real
 
 
 def seconds(step, arguments, rounds=40):
@@ -122,33 +131,38 @@ def measure_tail(num_tokens):
 
 def measure_moe_tail(num_tokens):
     inputs = ranks.inputs_of(0, num_tokens, draw=ranks.normal)
-    rng, columns = np.random.default_rng(0), P(None, None, "tp")
+    rng, columns = np.random.default_rng(0), P(None, "tp")
 
-    def stripes():
-        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("tp"))
-        shape = (MOE_LAYERS, ranks.L, ranks.H // jax.device_count())
+    def stripe(layer):
+        key = jax.random.fold_in(jax.random.key(layer), lax.axis_index("tp"))
+        shape = (ranks.L, ranks.H // jax.device_count())
         return jax.random.normal(key, shape, jnp.bfloat16) / 64
 
+    make = ranks.program(stripe, P(), columns)
     arguments = (
         *ranks.operands(inputs),
-        ranks.program(stripes, (), columns)(),
+        [make(ranks.put(np.int32(layer), P())) for layer in range(MOE_LAYERS)],
         ranks.put(ranks.normal(rng, num_tokens, ranks.H), P()),
     )
 
-    def time_of(length, unroll):
+    def time_of(turns):
         step = ranks.program(
-            moe_chain(length, unroll),
+            moe_chain(turns),
             (ranks.SHARDED, ranks.SHARDED, P(), columns, P()),
             P(),
             compiler_options=latent_tail.compiler_options(),
         )
         return seconds(step, arguments) * 1e6
 
-    def slope(unroll):
-        return (time_of(2 * MOE_LAYERS, unroll) - time_of(MOE_LAYERS, unroll)) / MOE_LAYERS
+    def slope():
+        return (time_of(2) - time_of(1)) / MOE_LAYERS
 
+    in_one = slope()
+    with products_by_xla():
+        apart = slope()
     return {
-        **{f"moe_tail {unroll}": slope(unroll) for unroll in (1, 46)},
+        f"moe_tail {MOE_LAYERS}": in_one,
+        f"gemm {MOE_LAYERS}": apart,
         "floor": 2 * ranks.L * ranks.H / MEMORY_BYTES_PER_US,
     }
 

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_latent_tail as latent_tail
-from jax_latent_tail import launch
+from jax_latent_tail import launch, spec
 
 L, H = 3584, 7168
 SHARDED = P("tp")
@@ -204,43 +204,89 @@ def gather():
             _digest.update(mine(got).tobytes())
 
 
-def whole_tail():
-    """moe_tail in a scan of 92 layers, each on the one before: no collective of XLA."""
-    tp, num_tokens = jax.device_count(), 4
-    inputs = inputs_of(11, num_tokens, draw=normal, top_k=8)
-    rng = np.random.default_rng(12)
-    residual = normal(rng, num_tokens, H)
-    w_up = (normal(rng, tp, L, H // tp) / 64).astype(residual.dtype)
+class _MoeTail:
+    """Operands of a moe_tail of M tokens on given stripes, and what it adds to the residual."""
 
-    def stack(routed, shared, gamma, w_up, residual):
-        def layer(x, _):
-            y = latent_tail.moe_tail(
-                routed, shared, gamma, w_up, x, axis_name="tp", implementation="cuda"
-            )
-            return y, y
+    def __init__(self, num_tokens, w_up, columns):
+        self.inputs = inputs_of(10 + num_tokens, num_tokens, draw=normal, top_k=8)
+        self.residual = normal(np.random.default_rng(num_tokens), num_tokens, H)
+        self.arguments = (*operands(self.inputs), w_up, put(self.residual, P()))
+        latent, _ = expected(self.inputs)
+        shards = oracle.shards(self.inputs.shared).swapaxes(0, 1).reshape(num_tokens, H)
+        self.added = latent @ columns + shards.astype(np.float64)
 
-        return lax.scan(layer, residual, length=92)[1]
+    def check(self, y, x=None):
+        """Compares token by token: y [..., M, H] is added to x, by default to the residual."""
+        want = (self.residual if x is None else x).astype(np.float64) + self.added
+        error = np.linalg.norm(y.astype(np.float64) - want, axis=-1)
+        worst = (error / np.linalg.norm(want, axis=-1)).max()
+        assert worst < 4e-3, worst  # roundings to bf16
+        _digest.update(y.tobytes())
 
-    step = program(stack, (SHARDED, SHARDED, P(), SHARDED, P()), P())
-    arguments = (*operands(inputs), stacked(w_up), put(residual, P()))
-    compiled = step.lower(*arguments).compile()
+
+def _compiled(function, arguments, in_one_call):
+    """The program, having looked that it has no collective, and no product but in our calls."""
+    step = program(function, (SHARDED, SHARDED, P(), SHARDED, P()), P())
+    lowered = step.lower(*arguments)
+    assert lowered.as_text().count("custom_call @jax_latent_tail_cuda") == 2
+    assert ("dot_general" in lowered.as_text()) != in_one_call
+    compiled = lowered.compile()
     text = compiled.as_text()
-    assert text.count("jax_latent_tail_cuda") >= 2
     assert not any(name in text for name in ("all-reduce", "all-gather", "collective-permute"))
-    y = mine(compiled(*arguments))
-    latent, _ = expected(inputs)
-    shards = oracle.shards(inputs.shared)
-    columns = [
-        latent @ w_up[r].astype(np.float64) + shards[r].astype(np.float64) for r in range(tp)
-    ]
-    added = np.concatenate(columns, axis=1)
-    x = residual
-    for layer in y:
-        want = x.astype(np.float64) + added
-        error = np.linalg.norm(layer.astype(np.float64) - want) / np.linalg.norm(want)
-        assert error < 4e-3, error  # roundings to bf16
-        x = layer
-    _digest.update(y.tobytes())
+    if in_one_call:
+        assert not any(name in text for name in (" dot(", "gemm", "matmul"))
+    return compiled
+
+
+def whole_tail():
+    """moe_tail: one call with the up-projection for few tokens, a GEMM and a gather for more.
+
+    On its own, the programs in turn on one communicator; in a scan of 92 layers, each on the one
+    before; and in one under vmap. No collective of XLA.
+    """
+    tp = jax.device_count()
+    rng = np.random.default_rng(12)
+    stripes = (normal(rng, tp, L, H // tp) / 64).astype(jnp.bfloat16)
+    w_up = stacked(stripes)
+    columns = stripes.swapaxes(0, 1).reshape(L, H).astype(np.float64)
+
+    def one(*arrays):
+        return latent_tail.moe_tail(*arrays, axis_name="tp", implementation="cuda")
+
+    most = spec.most_projected_tokens(tp, L, H // tp)
+    cases = {num_tokens: _MoeTail(num_tokens, w_up, columns) for num_tokens in (1, 4, 16, 32, 40)}
+    steps = {
+        num_tokens: _compiled(one, case.arguments, in_one_call=num_tokens <= most)
+        for num_tokens, case in cases.items()
+    }
+    order = np.random.default_rng(0)
+    for _ in range(10):
+        for num_tokens in order.permutation(list(cases)):
+            case = cases[num_tokens]
+            case.check(mine(steps[num_tokens](*case.arguments)))
+
+    def scan(layer, length):
+        def layers(routed, shared, gamma, w_up, residual):
+            def body(x, _):
+                y = layer(routed, shared, gamma, w_up, x)
+                return y, y
+
+            return lax.scan(body, residual, length=length)[1]
+
+        return layers
+
+    case = cases[4]
+    x = case.residual
+    for y in mine(_compiled(scan(one, 92), case.arguments, most >= 4)(*case.arguments)):
+        case.check(y, x)
+        x = y
+
+    batched = jax.vmap(one, (None, None, None, None, 0))  # 8 * 4 tokens
+    x = np.stack([case.residual * k for k in range(8)])
+    arguments = (*case.arguments[:-1], put(x, P()))
+    for y in mine(_compiled(scan(batched, 3), arguments, most >= 32)(*arguments)):
+        case.check(y, x)
+        x = y
 
 
 def captured():
@@ -362,6 +408,11 @@ def prepared():
         seconds = time.perf_counter() - start
         assert choice.implementation == "cuda", choice
         print(f"prepare: {seconds:.3f} s")
+    for latent_dim in (L, None):
+        choice = latent_tail.prepare(
+            mesh(), "tp", latent_dim=latent_dim, hidden_dim=H, gather=True, residual=True
+        )
+        assert choice.implementation == "cuda", choice
     inputs = inputs_of(5, 8)
     check(*program(functools.partial(tail, eps=4e-6))(*operands(inputs)), inputs, eps=4e-6)
     assert "cuda" in latent_tail.explain()

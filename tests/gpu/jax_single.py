@@ -38,6 +38,37 @@ def gradients():
         assert np.linalg.norm(want) > 0
 
 
+def moe_tail_gradients():
+    """Through the call that computes the up-projection, by all five arguments."""
+    inputs = ranks.inputs_of(3, 8, draw=ranks.normal)
+    rng = np.random.default_rng(3)
+    w_up = (ranks.normal(rng, ranks.L, ranks.H) / 64).astype(jnp.bfloat16)
+    residual = ranks.put(ranks.normal(rng, 8, ranks.H), P())
+    arrays = (*ranks.operands(inputs), ranks.put(w_up), residual)
+
+    def loss(implementation, *arrays):
+        def of_views(*views):
+            y = latent_tail.moe_tail(*views, axis_name="tp", implementation=implementation)
+            return jnp.sin(y.astype(jnp.float32)).sum()
+
+        specs = (ranks.SHARDED, ranks.SHARDED, P(), ranks.SHARDED, P())
+        return ranks.program(of_views, specs, P())(*arrays)
+
+    every = tuple(range(5))
+    native = jax.jit(jax.value_and_grad(functools.partial(loss, "cuda"), argnums=every))
+    plain = jax.jit(jax.value_and_grad(functools.partial(loss, "xla"), argnums=every))
+    text = native.lower(*arrays).as_text()
+    assert text.count("custom_call @jax_latent_tail_cuda") == 2
+    assert text.count(f"latent_dim = {ranks.L}") == 2  # of the gather too
+    (value, gradients), (want_value, wanted) = native(*arrays), plain(*arrays)
+    assert abs(float(value) - float(want_value)) < 1e-2 * np.sqrt(residual.size)
+    for got, want in zip(gradients, wanted, strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < 1e-2, error
+        assert np.linalg.norm(want) > 0
+
+
 def export():
     """An exported program, whose devices are not known, holds plain collectives."""
     inputs = ranks.inputs_of(1, 8)
@@ -68,7 +99,10 @@ def many_tokens():
 
 
 if __name__ == "__main__":
-    for scenario in (ranks.values, ranks.scan_92_layers, gradients, export, many_tokens):
+    for scenario in (
+        ranks.values, ranks.scan_92_layers, ranks.whole_tail, gradients, moe_tail_gradients, export,
+        many_tokens,
+    ):  # fmt: skip
         scenario()
         print(f"{scenario.__name__}: ok", flush=True)
     print(latent_tail.explain())

@@ -5,6 +5,7 @@ GPU's conversion gives them.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -196,3 +197,100 @@ def make_gather(seed: int, kind: str, tp: int, tokens: int, hidden: int) -> Gath
         return gather_data(x, draw(rng, (tokens, hidden), "minus zero"))
     x = draw(rng, (tp, tokens, hidden // tp), kind)
     return gather_data(x, draw(rng, (tokens, hidden), kind))
+
+
+# ---- up_gather_add
+
+UP_CLASSES = ("normal", "integers", "zeros", "special")
+
+# Of sums in fp32 in any order, also by tensor cores that cut off what is small: error by the sum of
+# magnitudes.
+_SLACK = 2.0**-18
+
+
+@dataclasses.dataclass
+class UpData:
+    """Inputs of all ranks for `tokens` tokens, and between which words the contract's results lie.
+
+    Rank r has the columns from r * S on of `weights` and `x`, so the same data serve any tp.
+    """
+
+    latent: np.ndarray  # [M, L]
+    weights: np.ndarray  # [L, H]
+    x: np.ndarray  # [M, H]
+    residual: np.ndarray  # [M, H]
+    copied: tuple[np.ndarray, np.ndarray]  # least and most [M, H], without the residual
+    added: tuple[np.ndarray, np.ndarray]
+
+
+def up_data(latent, weights, x, residual, slack: float) -> UpData:
+    """`slack` 0: fp32 holds every sum, so there is one result."""
+    with np.errstate(all="ignore"):
+        of_latent, of_weights = to_float(latent).astype(float), to_float(weights).astype(float)
+        exact = of_latent @ of_weights + 0.0 + to_float(x)
+        error = np.zeros(())
+        if slack:
+            error = slack * (np.abs(of_latent) @ np.abs(of_weights) + np.abs(to_float(x)))
+            error = np.where(np.isfinite(error), error, 0)
+        bounds = (exact - error, exact + error)
+        copied = tuple(to_bf16(bound.astype(np.float32)) for bound in bounds)
+        added = tuple(to_bf16(to_float(words) + to_float(residual)) for words in copied)
+    return UpData(latent, weights, x, residual, copied, added)
+
+
+def between(got: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Where the words may be right: between the two, and equal to them where they are equal."""
+    inside = (_ordinal(least) <= _ordinal(got)) & (_ordinal(got) <= _ordinal(most))
+    return np.where(least == most, got == least, inside)
+
+
+@functools.cache
+def make_up(seed: int, kind: str, tokens: int, latent: int, hidden: int) -> UpData:
+    rng = np.random.default_rng(seed)
+    make = {"integers": _integers, "zeros": _zeros}.get(kind)
+    if make:
+        return make(rng, tokens, latent, hidden)
+    columns = rng.standard_normal((latent, hidden), dtype=np.float32)
+    weights = to_bf16(columns / np.float32(np.sqrt(latent)))
+    y, x = (to_bf16(rng.standard_normal((tokens, n), dtype=np.float32)) for n in (latent, hidden))
+    if kind == "special":  # one NaN or infinity in some rows and in some columns, and in x
+        odd = np.array([0x7FC0, 0xFFFF, 0x7F81, 0xFF80, 0x7F80, 0xFF80, 0x7F80], np.uint16)
+        for token in range(1, tokens, 4):
+            y[token, rng.integers(latent)] = rng.choice(odd)
+        for column in np.flatnonzero(rng.random(hidden) < 0.02):
+            weights[rng.integers(latent), column] = rng.choice(odd)
+        x = draw(rng, x.shape, kind)
+    return up_data(y, weights, x, draw(rng, x.shape, kind), _SLACK)
+
+
+def _integers(rng, tokens, latent, hidden) -> UpData:
+    """Small integers, scaled by a power of two for each token and each column."""
+    of_token = np.exp2(rng.integers(-8, 9, (tokens, 1))).astype(np.float32)
+    of_column = np.exp2(rng.integers(-8, 9, (1, hidden))).astype(np.float32)
+
+    def integers(shape, most):
+        return rng.integers(-most, most + 1, shape, dtype=np.int16).astype(np.float32)
+
+    y = to_bf16(integers((tokens, latent), 8) * of_token)
+    weights = to_bf16(integers((latent, hidden), 8) * of_column)
+    x = to_bf16(integers((tokens, hidden), 255) * of_token * of_column)
+    return up_data(y, weights, x, draw(rng, (tokens, hidden), "spread"), 0.0)
+
+
+def _zeros(rng, tokens, latent, hidden) -> UpData:
+    """Results of both zeros: a product of zeros plus a zero of each sign, and sums that are too
+    small for a bf16. Some pairs are the word that must not travel."""
+    y = np.full((tokens, latent), to_bf16(np.array((1 + 2**-7) * 2.0**-61)))
+    weights = draw(rng, (latent, hidden), "minus zero")
+    x = draw(rng, (tokens, hidden), "minus zero")
+    # (1 + 2^-7) * (1 - 2^-7) = 1 - 2^-14, less 1: in fp32 alone.
+    factor = to_bf16(np.array((1 - 2**-7) * 2.0**-61))
+    one = to_bf16(np.array(2.0**-122))
+    minus = np.uint16(0x8000)
+    kind = rng.integers(0, 3, hidden)
+    for sign, columns in ((0, np.flatnonzero(kind == 1)), (minus, np.flatnonzero(kind == 2))):
+        weights[rng.integers(0, latent, len(columns)), columns] = factor | sign
+        x[:, columns] = one | (minus ^ sign)
+    data = up_data(y, weights, x, draw(rng, (tokens, hidden), "minus zero"), 0.0)
+    assert not (data.copied[0] & 0x7FFF).any()
+    return data

@@ -9,14 +9,14 @@ import kernel_oracle as oracle
 import numpy as np
 
 from jax_latent_tail.kernels import abi, harness, store
-from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+from jax_latent_tail.kernels.variant import UP_TILE, UP_TOKENS, KernelVariant, arch_for
 
 MAX_TOKENS = 4
 
 
 def slots(rank):
-    """The workspace as [buffer, token, byte]."""
-    return rank.read_workspace().view(np.uint8).reshape(abi.BUFFERS, rank.max_tokens, -1)
+    """The workspace as [buffer, token or tile, byte]."""
+    return rank.read_workspace().view(np.uint8).reshape(abi.BUFFERS, rank.slots, -1)
 
 
 def without_sentinel(words):
@@ -140,6 +140,85 @@ def run_gather(device, tp, rank, hidden, token_ctas):
     )
 
 
+def rows_of_tile(columns, tile):
+    """What a slot's row holds of [M, S], with zeros where there is neither token nor column."""
+    row = np.zeros((UP_TOKENS, UP_TILE), np.uint16)
+    part = columns[:, tile * UP_TILE : (tile + 1) * UP_TILE]
+    row[: part.shape[0], : part.shape[1]] = part
+    there = np.zeros(row.shape, bool)
+    there[: part.shape[0], : part.shape[1]] = True
+    return row, there
+
+
+def run_up(device, tp, rank, latent, hidden, token_ctas):
+    variant = KernelVariant.up_gather_add(arch_for(*device.capability), tp, latent, hidden)
+    loaded = harness.Loaded(store.find(variant))
+    ranks = harness.connected(device, loaded, max_tokens=UP_TOKENS)  # whose memory it stores to
+    me = ranks[rank]
+    data = oracle.make_up(3, "zeros", UP_TOKENS, latent, hidden)
+    width, layout = variant.shard, variant.slot
+    mine = slice(rank * width, (rank + 1) * width)
+    inputs = {
+        "latent": data.latent,
+        "weights": data.weights[:, mine],
+        "shared": data.x[:, mine],
+        "rows": data.residual,
+    }
+    buffers = {name: harness.Buffer.of(array) for name, array in inputs.items()}
+    output = harness.Buffer(2 * UP_TOKENS * hidden)
+    travelling = data.copied[0].view(np.uint32)
+    travelling = np.where(travelling == abi.SENTINEL, np.uint32(abi.ESCAPED), travelling)
+    travelling = travelling.view(np.uint16)
+    for call_number, tokens in enumerate((3, UP_TOKENS, 9, 1)):
+        columns = travelling[:tokens].reshape(tokens, tp, width)
+        words = slots(me)
+        assert (words.reshape(-1).view(np.uint32) == abi.SENTINEL).all()
+        header = np.array([77, tokens, call_number, 0], np.uint32).view(np.uint8)
+        for tile, peer in np.ndindex(me.slots, tp):
+            if peer == rank:
+                continue
+            slot = words[call_number & 1, tile, peer * layout.shared_pitch :]
+            row, there = rows_of_tile(columns[:, peer], tile)
+            into = slot[: row.nbytes].view(np.uint16).reshape(row.shape)
+            into[there] = row[there]
+            slot[layout.shared_header :][:16] = header
+        harness.write_workspace(me, words)
+        with_residual = call_number != 2
+        addresses = {name: buffer.address for name, buffer in buffers.items()}
+        if not with_residual:
+            addresses["rows"] = 0
+        me.launch(
+            loaded,
+            harness.Call(
+                tokens=tokens,
+                shard=output.address,
+                roles=abi.SHARED_MASK,
+                token_ctas=token_ctas,
+                call_hash=77,
+                **addresses,
+            ),
+        )
+        got = output.read(np.uint16, (tokens, hidden))
+        assert me.record.describe() == "", me.record.describe()
+        want = data.added[0] if with_residual else data.copied[0]
+        np.testing.assert_array_equal(got, want[:tokens])
+        # Each peer has the own columns where it looks for them.
+        for peer in ranks:
+            if peer is me:
+                continue
+            buffer = slots(peer)[call_number & 1]
+            for tile in range(me.slots):
+                slot = buffer[tile, rank * layout.shared_pitch :]
+                row, there = rows_of_tile(columns[:, rank], tile)
+                found = slot[: row.nbytes].view(np.uint16).reshape(row.shape)
+                np.testing.assert_array_equal(found[there], row[there])
+                np.testing.assert_array_equal(slot[layout.shared_header :][:16], header)
+    print(
+        f"{variant.key}: rank {rank} of {tp}, {len(loaded.geometries)} geometries: right",
+        flush=True,
+    )
+
+
 if __name__ == "__main__":
     here = harness.Device()
     run(here, 2, 1, 3584, 7168, 0, False, None)
@@ -150,3 +229,6 @@ if __name__ == "__main__":
     run_gather(here, 2, 1, 7168, None)
     run_gather(here, 8, 5, 7168, 1)
     run_gather(here, 3, 0, 24, 2)
+    run_up(here, 3, 1, 520, 600, None)
+    run_up(here, 3, 2, 520, 600, 1)
+    run_up(here, 8, 5, 3584, 7168, 2)

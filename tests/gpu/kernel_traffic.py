@@ -26,7 +26,7 @@ class Step:
     tokens: int
     roles: int
     token_ctas: int | None
-    residual: bool = True  # of an all_gather_add
+    residual: bool = True  # of a gather
 
 
 def plan(
@@ -172,6 +172,41 @@ class GatherPlayer(Player):
         return got
 
 
+class UpPlayer(GatherPlayer):
+    """The same for up_gather_add."""
+
+    def arrays(self, data) -> dict[str, np.ndarray]:
+        width = self.loaded.variant.shard
+        mine = slice(self.rank.rank * width, (self.rank.rank + 1) * width)
+        return {
+            "latent": data.latent,
+            "weights": data.weights[:, mine],
+            "shared": data.x[:, mine],
+            "rows": data.residual,
+        }
+
+    def call(self, step: Step, output: int) -> harness.Call:
+        data = self.inputs[step.data]
+        call = super().call(step, output)
+        call.latent = data["latent"].address + 2 * step.first * self.loaded.variant.latent
+        call.weights = data["weights"].address
+        return call
+
+    def check(self, step: Step, output: int, inputs: int | None = None) -> np.ndarray:
+        data = self.sets[step.data if inputs is None else inputs]
+        least, most = data.added if step.residual else data.copied
+        window = slice(step.first, step.first + step.tokens)
+        _, got = self.results(step, output)
+        right = oracle.between(got, least[window], most[window])
+        if not right.all():
+            at = tuple(int(i) for i in np.argwhere(~right)[0])
+            raise AssertionError(
+                f"{(~right).sum()} words are wrong at {step}; the first, {at}, is {got[at]:#06x}, "
+                f"not {least[window][at]:#06x}..{most[window][at]:#06x}"
+            )
+        return got
+
+
 @functools.cache
 def gather(
     device: harness.Device, tp: int, hidden: int = 7168, trigger: bool = False
@@ -181,6 +216,13 @@ def gather(
     return harness.Loaded(
         store.find(KernelVariant.all_gather_add(arch, tp, hidden, trigger=trigger))
     )
+
+
+@functools.cache
+def up(device: harness.Device, tp: int, latent: int = 3584, hidden: int = 7168) -> harness.Loaded:
+    """The kernels of an up_gather_add, loaded once."""
+    arch = arch_for(*device.capability)
+    return harness.Loaded(store.find(KernelVariant.up_gather_add(arch, tp, latent, hidden)))
 
 
 def idle(rank: harness.Rank) -> None:

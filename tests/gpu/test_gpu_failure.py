@@ -9,14 +9,20 @@ import pytest
 
 from jax_latent_tail.kernels import abi, harness
 
-TAIL, GATHER = traffic.Player, traffic.GatherPlayer
+TAIL, GATHER, UP = traffic.Player, traffic.GatherPlayer, traffic.UpPlayer
 # Who plays, and the roles of its calls.
 HALVES = pytest.mark.parametrize(
     ("op", "roles"),
-    [(TAIL, abi.ROUTED_MASK), (TAIL, abi.SHARED_MASK), (GATHER, abi.SHARED_MASK)],
-    ids=["routed", "shared", "all_gather_add"],
+    [
+        (TAIL, abi.ROUTED_MASK),
+        (TAIL, abi.SHARED_MASK),
+        (GATHER, abi.SHARED_MASK),
+        (UP, abi.SHARED_MASK),
+    ],
+    ids=["routed", "shared", "all_gather_add", "up_gather_add"],
 )
-OPS = pytest.mark.parametrize("op", [TAIL, GATHER], ids=["tail", "all_gather_add"])
+NAMES = {TAIL: "tail", GATHER: "all_gather_add", UP: "up_gather_add"}
+OPS = pytest.mark.parametrize("op", NAMES, ids=NAMES.values())
 DEADLINE_S = 0.05
 
 
@@ -25,6 +31,8 @@ def make_group(device, load):
     def make(tp, op=TAIL, deadline_s=DEADLINE_S):
         if op is GATHER:
             loaded, data = traffic.gather(device, tp), oracle.make_gather(1, "normal", tp, 8, 7168)
+        elif op is UP:
+            loaded, data = traffic.up(device, tp), oracle.make_up(1, "integers", 8, 3584, 7168)
         else:
             loaded, data = load(tp), oracle.make(1, "normal", tp, 8, 3584, 7168)
         ranks = harness.connected(device, loaded, max_tokens=8, deadline_s=deadline_s)
@@ -86,8 +94,8 @@ def test_a_missing_rank_is_named(make_group, op, roles):
         if record.code == abi.DEADLINE:
             first.append(record)
             assert record.ranks == 1 << 2
-            assert record.role == roles >> 1
-            assert record.token < 3
+            assert record.role == (abi.TILES if op is UP else roles >> 1)
+            assert record.token < (player.rank.slots if op is UP else 3)  # or tile
             assert record.tokens == 3
             assert record.generation == 0
             assert record.waited_ns >= DEADLINE_S * 1e9
@@ -149,10 +157,10 @@ def test_disagreement_is_caught(make_group, op, roles, what):
         steps = [steps[0], traffic.Step(0, 0, 2, roles, None)]
     elif what == "call hash":
         # Another eps; a residual on one rank only.
-        changes = [{}, {"rows": 0} if op is GATHER else {"eps": 1e-5}]
+        changes = [{}, {"eps": 1e-5} if op is TAIL else {"rows": 0}]
     else:
-        generations = np.full((1, 2, 8), 2, np.uint32)  # the same buffer, two calls on
-        harness.write_generations(group[1].rank, generations)
+        two = np.full_like(group[1].rank.read_generations(), 2)  # the same buffer, two calls on
+        harness.write_generations(group[1].rank, two)
     started = time.monotonic()
     for player, step, change in zip(group, steps, changes, strict=False):
         launch(player, step, **change)
@@ -239,10 +247,15 @@ def test_a_late_rank_within_the_deadline_is_waited_for(make_group, op):
         traffic.idle(player.rank)
 
 
-def test_a_gather_without_one_rank_s_columns_is_nan_everywhere(make_group):
+@pytest.mark.parametrize(
+    ("op", "token_ctas"),
+    [(GATHER, 2), (UP, None), (UP, 2)],
+    ids=["all_gather_add", "up_gather_add", "up_gather_add, many tiles a cluster"],
+)
+def test_a_gather_without_one_rank_s_columns_is_nan_everywhere(make_group, op, token_ctas):
     """The columns of the ranks that came are stored before the verdict: none of them may stay."""
-    group = make_group(8, GATHER)
-    step = traffic.Step(0, 0, 5, abi.SHARED_MASK, 2)
+    group = make_group(8, op)
+    step = traffic.Step(0, 0, 5, abi.SHARED_MASK, token_ctas)
     for player in group:
         player.poison()
         if player.rank.rank != 5:

@@ -97,7 +97,8 @@ def test_the_example(daemon, processes):
     print(result.stdout, result.stderr)
     assert result.returncode == 0
     assert "PASSED" in result.stdout
-    assert f"cuda for fused on {processes} ranks" in result.stdout
+    for op in ("fused", "up_gather_add"):
+        assert f"cuda for {op} on {processes} ranks" in result.stdout
 
 
 def test_one_process():

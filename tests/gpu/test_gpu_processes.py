@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_latent_tail.kernels import abi, harness, processes, store
-from jax_latent_tail.kernels.variant import KernelVariant, arch_for
+from jax_latent_tail.kernels.variant import UP_TOKENS, KernelVariant, arch_for
 
 MAX_TOKENS = 128
 KINDS = ("normal", "spread", "special")
@@ -73,6 +73,17 @@ def gather_worker(peers, calls):
     return play(peers, device, loaded, traffic.GatherPlayer, sets, steps)
 
 
+def up_worker(peers, calls):
+    """The same for up_gather_add."""
+    device = harness.Device()
+    loaded = traffic.up(device, peers.count)
+    sets = [oracle.make_up(0, "integers", UP_TOKENS, 3584, 7168)]
+    steps = traffic.plan(
+        peers.count, calls, 1, UP_TOKENS, (None, 1, 2), (abi.SHARED_MASK,), (True, False)
+    )
+    return play(peers, device, loaded, traffic.UpPlayer, sets, steps)
+
+
 @pytest.fixture(scope="module")
 def daemon():
     with processes.mps() as environment:
@@ -91,6 +102,12 @@ def test_random_calls(daemon, tp, top_k, fp32_internal, calls):
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_random_gathers(daemon, tp):
     hashes = processes.run(tp, gather_worker, 1000, environment=daemon)
+    assert len(set(hashes)) == 1, "ranks differ in their output"
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_random_up_gathers(daemon, tp):
+    hashes = processes.run(tp, up_worker, 200, environment=daemon)
     assert len(set(hashes)) == 1, "ranks differ in their output"
 
 

@@ -1,5 +1,5 @@
 """Ranks as streams of one process: values, waves, delays, finalize, single roles, graphs, PDL, and
-the same of all_gather_add."""
+the same of all_gather_add and up_gather_add."""
 
 import time
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_latent_tail.kernels import abi, geometry, harness
+from jax_latent_tail.kernels.variant import UP_TOKENS
 
 MAX_TOKENS = 128
 BATCH = 8  # calls in flight before their outputs are looked at
@@ -271,7 +272,8 @@ def test_geometries_agree_with_themselves(device, load):
 def test_occupancy_holds_all_ranks(device, load):
     """What `token_ctas` admits for ranks that share this GPU fits at once."""
     for tp in (2, 4, 8):
-        for loaded, roles in ((load(tp), 2), (traffic.gather(device, tp), 1)):
+        gathers = (traffic.gather(device, tp), traffic.up(device, tp))
+        for loaded, roles in ((load(tp), 2), *((gather, 1) for gather in gathers)):
             for index in range(len(loaded.geometries)):
                 fits = loaded.active_clusters(index)
                 ctas = geometry.token_ctas(
@@ -449,5 +451,184 @@ def test_gather_geometries_agree(device, tp):
                 for output, step in enumerate(steps):
                     for player in group:
                         player.check(step, output)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+# ---- up_gather_add
+
+
+def up_players(device, loaded, kinds=oracle.UP_CLASSES, ring=BATCH):
+    sizes = loaded.variant.latent, loaded.variant.hidden
+    seeds = [oracle.UP_CLASSES.index(kind) for kind in kinds]
+    sets = [oracle.make_up(*which, UP_TOKENS, *sizes) for which in zip(seeds, kinds, strict=True)]
+    ranks = harness.connected(device, loaded, max_tokens=UP_TOKENS)
+    return [traffic.UpPlayer(rank, loaded, sets, ring) for rank in ranks]
+
+
+def up_plan(seed, calls, sets, waves=(None, 1, 2), max_tokens=UP_TOKENS):
+    return gather_plan(seed, calls, sets, max_tokens, waves)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_random_up_gathers(device, tp):
+    """Any M after any other, one tile a cluster or all of them in one; ranks agree bit by bit."""
+    group = up_players(device, traffic.up(device, tp))
+    play(group, up_plan(tp, 240, len(oracle.UP_CLASSES)))
+
+
+@pytest.mark.parametrize(("tp", "latent", "hidden"), [(3, 520, 600), (5, 8, 40), (6, 7168, 6144)])
+def test_up_gathers_of_other_sizes(device, tp, latent, hidden):
+    """The last tile in part, warps without a row, a stripe in two passes."""
+    group = up_players(device, traffic.up(device, tp, latent, hidden), ("integers", "special"))
+    play(group, up_plan(3, 64, 2))
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["add", "copy"])
+def test_up_gather_keeps_every_sign(device, residual):
+    """Zeros of both signs in every pair of columns, one of them the word that must not travel."""
+    group = up_players(device, traffic.up(device, 4), ("zeros",))
+    data = group[0].sets[0]
+    pairs, counts = np.unique(data.copied[0].view(np.uint32), return_counts=True)
+    assert set(pairs.tolist()) == {0, 0x8000, 0x80000000, 0x80008000}
+    assert counts.min() > 1000
+    minus = (data.copied[0] == 0x8000) & (data.residual == 0x8000)
+    assert ((data.added[0] == 0x8000) == minus).all()
+    waves = (None, 1, 2, None, 1, None, 2, None)
+    tokens = (32, 16, 8, 1, 9, 31, 17, 2)
+    play(
+        group,
+        [
+            gather_step(m, token_ctas=ctas, residual=residual)
+            for m, ctas in zip(tokens, waves, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_late_rank_before_every_other_up_gather(device, tp):
+    group = up_players(device, traffic.up(device, tp), ("integers", "zeros"), ring=1)
+    for turn, step in enumerate(up_plan(11, 150, 2, (None, 2))):
+        late = turn % tp
+        for player in group:
+            if player.rank.rank != late:
+                player.launch(step, 0)
+        if turn % 2:
+            time.sleep(0.001)
+        group[late].launch(step, 0)
+        if turn % 10 == 9:
+            for player in group:
+                player.check(step, 0)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_up_gather_graph_replay_with_new_inputs(device, tp):
+    group = up_players(device, traffic.up(device, tp), ("integers", "zeros", "normal"))
+    steps = [
+        gather_step(tokens, token_ctas=ctas, residual=residual)
+        for tokens, ctas, residual in [
+            (1, None, True),
+            (32, 2, False),
+            (2, None, True),
+            (17, 1, True),
+            (8, None, False),
+            (9, None, True),
+            (32, None, True),
+        ]
+    ]
+
+    def enqueue(player):
+        for output, step in enumerate(steps):
+            player.launch(step, output)
+
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    for turn in range(43):  # 301 calls
+        looked_at = turn % 10 == 0 or turn > 40
+        if looked_at:
+            for player in group:
+                player.poison()
+                player.replace(0, turn % 3)
+        for graph in graphs:
+            graph.launch()
+        for player in group if looked_at else ():
+            for output, step in enumerate(steps):
+                player.check(step, output, turn % 3)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_up_gathers_back_to_back_with_pdl(device):
+    """Launched with the PDL attribute, each call's latent or residual the last one's output: a
+    call that read it before `griddepcontrol.wait` would see it unfinished."""
+    loaded = traffic.up(device, 2)
+    group = up_players(device, loaded, ("normal",), ring=2)
+    step = gather_step(1)
+
+    def launch(player, turn, pdl):
+        arguments = player.call(step, turn % 2)
+        if turn:
+            name = "latent" if turn % 2 else "rows"
+            setattr(arguments, name, player.outputs[(turn + 1) % 2][abi.SHARED].address)
+        arguments.pdl = pdl
+        player.rank.launch(loaded, arguments)
+
+    for turn in range(100):  # one by one
+        for player in group:
+            launch(player, turn, False)
+        for player in group:
+            player.rank.synchronize()
+    want = group[0].results(step, 1)[1]
+    assert np.isfinite(oracle.to_float(want)).all()
+
+    def enqueue(player):
+        for turn in range(100):
+            launch(player, turn, True)
+
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    for _ in range(20):
+        for player in group:
+            player.poison()
+        for graph in graphs:
+            graph.launch()
+        for player in group:
+            np.testing.assert_array_equal(player.results(step, 1)[1], want)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def test_up_gather_with_peers_played_by_the_host(device):
+    """Words and headers are expected, and published, exactly where `abi.Slot` says."""
+    import kernel_sanitize
+
+    kernel_sanitize.run_up(device, 3, 1, 520, 600, 1)
+    kernel_sanitize.run_up(device, 8, 5, 3584, 7168, None)
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_up_gather_geometries_agree(device, tp):
+    """A token has the same bits whatever the geometry, the number of waves and M."""
+    loaded = traffic.up(device, tp)
+    group = up_players(device, loaded, ("normal",))
+    want = None
+    for kernel, shape in enumerate(loaded.geometries):
+        fits = group[0].rank.token_ctas(loaded, UP_TOKENS, 1, kernel)
+        for ctas in (1, 3, fits):
+            for player in group:
+                player.poison()
+            steps = [gather_step(m) for m in (3, 8, 16, UP_TOKENS) if m <= shape.tokens]
+            for output, step in enumerate(steps):
+                for player in group:
+                    arguments = player.call(step, output)
+                    arguments.kernel, arguments.token_ctas = kernel, min(ctas, fits)
+                    player.rank.launch(loaded, arguments)
+            for output, step in enumerate(steps):
+                for player in group:
+                    got = player.check(step, output)
+                    want = got if want is None else want
+                    both = min(len(got), len(want))
+                    np.testing.assert_array_equal(got[:both], want[:both])
+                    want = max(got, want, key=len)
     for player in group:
         traffic.idle(player.rank)

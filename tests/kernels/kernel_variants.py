@@ -30,6 +30,16 @@ CHOSEN = [
     KernelVariant.all_gather_add("sm_90", 2, 65536, MULTICAST),  # several vectors a thread
     KernelVariant.all_gather_add("sm_100f", 4, 7168, MULTICAST),
     KernelVariant.all_gather_add("sm_120", 16, 7168),
+    KernelVariant.up_gather_add("sm_90", 1, *K3),
+    KernelVariant.up_gather_add("sm_90", 2, *K3),
+    KernelVariant.up_gather_add("sm_90", 4, *K3),  # for three CTAs an SM
+    KernelVariant.up_gather_add("sm_90", 8, *K3, MULTICAST),
+    KernelVariant.up_gather_add("sm_90", 16, *K3),
+    KernelVariant.up_gather_add("sm_90", 3, 520, 600),
+    KernelVariant.up_gather_add("sm_90", 5, 8, 40),
+    KernelVariant.up_gather_add("sm_90", 6, 7168, 6144),  # a stripe in several passes
+    KernelVariant.up_gather_add("sm_100f", 8, *K3, MULTICAST),
+    KernelVariant.up_gather_add("sm_120", 4, *K3),
 ]
 
 MATRIX = default_matrix()

@@ -15,11 +15,14 @@ from jax_latent_tail.kernels.variant import (
     ALL_GATHER_ADD,
     ANY_TOP_K,
     MULTICAST,
+    UP_GATHER_ADD,
+    UP_TILE,
+    UP_TOKENS,
     KernelVariant,
     arch_for,
     default_matrix,
 )
-from jax_latent_tail.spec import TailSpec
+from jax_latent_tail.spec import TailSpec, gather_spec
 
 
 def test_offsets():
@@ -58,7 +61,37 @@ def test_a_slot_has_room_for_every_row_and_header(tp, a, b):
     for (begin, size), (following, _) in itertools.pairwise([*rows, (slot.size, 0)]):
         assert begin % 128 == 0
         assert begin + size <= following
-    assert abi.workspace_bytes(tp, latent, hidden, 128, 2) == slot.size * 2 * 128 * 2
+    assert abi.workspace_bytes(slot, 128, 2) == slot.size * 2 * 128 * 2
+
+
+@given(
+    tp=st.integers(1, 16), columns=st.integers(1, 300), tokens=st.integers(1, UP_TOKENS),
+    channels=st.integers(1, 3),
+)  # fmt: skip
+def test_the_memory_of_up_gather_add(tp, columns, tokens, channels):
+    """A slot and a generation for each tile, whatever the number of tokens."""
+    variant = KernelVariant.up_gather_add("sm_90", tp, 64, 8 * tp * columns)
+    tiles = variant.slots(tokens)
+    assert (tiles - 1) * UP_TILE < variant.shard <= tiles * UP_TILE
+    slot = variant.slot
+    assert (slot.routed_pitch, slot.shared_offset) == (0, 0)
+    assert slot.shared_header == UP_TOKENS * UP_TILE * 2, "behind the columns of every token"
+    assert slot.shared_pitch >= slot.shared_header + abi.HEADER_BYTES
+    assert slot.shared_pitch % 128 == 0
+    size = 2 * channels * tiles * tp * slot.shared_pitch
+    assert variant.workspace_bytes(tokens, channels) == size
+    assert variant.control_bytes(tokens, channels) == 512 + 4 * 2 * channels * tiles
+
+
+def test_the_memory_of_the_others():
+    """By token: what a launcher allocates for them does not change."""
+    for variant in (
+        KernelVariant("sm_90", 8, 3584, 7168),
+        KernelVariant.all_gather_add("sm_90", 8, 7168),
+    ):
+        assert variant.slots(33) == 33
+        assert variant.control_bytes(33, 2) == 512 + 4 * 2 * 2 * 33
+        assert variant.workspace_bytes(33, 2) == variant.slot.size * 2 * 2 * 33
 
 
 CALL = {
@@ -77,12 +110,27 @@ def test_the_hash_tells_calls_apart(changed):
     assert abi.call_hash(**CALL) != abi.call_hash(**{**CALL, changed: OTHER[changed]})
 
 
-def test_the_hash_of_all_gather_add():
-    call = {"tp": 8, "hidden": 7168, "residual": True, "channel": 0, "name": ""}
-    other = {"tp": 4, "hidden": 7232, "residual": False, "channel": 1, "name": "layer"}
-    hashes = [abi.all_gather_add_hash(**{**call, name: other[name]}) for name in other]
-    assert len({abi.all_gather_add_hash(**call), *hashes}) == 1 + len(other)
+@pytest.mark.parametrize(("op", "latent"), [(ALL_GATHER_ADD, 0), (UP_GATHER_ADD, 3584)])
+def test_the_hash_of_a_gather(op, latent):
+    call = {"op": op, "latent": latent, "tp": 8, "hidden": 7168, "residual": True, "channel": 0}
+    call["name"] = ""
+    other = {
+        "op": "gather", "latent": 3592, "tp": 4, "hidden": 7232, "residual": False, "channel": 1,
+        "name": "layer",
+    }  # fmt: skip
+    hashes = [abi.gather_hash(**{**call, name: other[name]}) for name in other]
+    assert len({abi.gather_hash(**call), *hashes}) == 1 + len(other)
     assert max(hashes) < abi.SENTINEL
+
+
+def test_the_hashes_of_the_ops_differ():
+    sizes = {"tp": 8, "latent": 3584, "hidden": 7168}
+    gathers = {
+        abi.gather_hash(op, **sizes, residual=residual)
+        for op in (ALL_GATHER_ADD, UP_GATHER_ADD)
+        for residual in (False, True)
+    }
+    assert len(gathers | {abi.call_hash(**CALL)}) == 5
 
 
 def test_what_travels_for_the_sentinel():
@@ -114,7 +162,7 @@ def test_records_read_as_sentences():
 
 @pytest.mark.parametrize(
     "variant",
-    [*default_matrix()[:8], *default_matrix()[-4:]],
+    [*default_matrix()[:8], *default_matrix()[144:148], *default_matrix()[-4:]],
     ids=lambda variant: variant.key,
 )
 def test_keys_are_one_to_one(variant):
@@ -129,12 +177,16 @@ def test_known_keys():
     assert gather.key == "all_gather_add-sm_100f-tp8-l0-h7168-k0-bf16-multicast"
     half = KernelVariant("sm_100f", 8, 0, 7168, publish=MULTICAST)
     assert gather.key != half.key
+    up = KernelVariant.up_gather_add("sm_90", 8, 3584, 7168)
+    assert up.key == "up_gather_add-sm_90-tp8-l3584-h7168-k0-bf16-unicast"
+    assert KernelVariant.parse(up.key) == up != tail
 
 
 def test_the_default_matrix():
     matrix = default_matrix()
-    assert len(matrix) == len({variant.key for variant in matrix}) == 144 + 24
-    assert sum(variant.op == ALL_GATHER_ADD for variant in matrix) == 24
+    assert len(matrix) == len({variant.key for variant in matrix}) == 144 + 24 + 24
+    for op in (ALL_GATHER_ADD, UP_GATHER_ADD):
+        assert sum(variant.op == op for variant in matrix) == 24
 
 
 @pytest.mark.parametrize(
@@ -144,6 +196,10 @@ def test_the_default_matrix():
         {"hidden": 24}, {"latent": 0, "hidden": 0}, {"top_k": 5}, {"publish": "broadcast"},
         {"op": "gather"}, {"op": ALL_GATHER_ADD},
         {"op": ALL_GATHER_ADD, "latent": 0, "fp32_internal": True},
+        {"op": UP_GATHER_ADD, "latent": 0}, {"op": UP_GATHER_ADD, "hidden": 0},
+        {"op": UP_GATHER_ADD, "latent": 12}, {"op": UP_GATHER_ADD, "hidden": 24},
+        {"op": UP_GATHER_ADD, "top_k": 8}, {"op": UP_GATHER_ADD, "fp32_internal": True},
+        {"op": UP_GATHER_ADD, "tp": 17},
     ],
     ids=str,
 )  # fmt: skip
@@ -159,6 +215,10 @@ def test_the_variant_of_a_spec():
     )
     variant = KernelVariant.of(spec, "sm_90")
     assert variant == KernelVariant("sm_90", 4, 3584, 0, ANY_TOP_K, True)
+    spec = gather_spec(8, 896, True, 128, latent_dim=3584)
+    variant = KernelVariant.of(spec, "sm_90", MULTICAST)
+    assert variant == KernelVariant.up_gather_add("sm_90", 8, 3584, 7168, MULTICAST)
+    assert spec.max_tokens == UP_TOKENS
 
 
 def test_arch_for():
