@@ -298,12 +298,22 @@ def _batch_up_gather_add(
         return call(*arrays), None
     size = axis_data.size
     stacked = _stacked(arrays, dims, size, axis_name)
-    of_tokens = [index for index in range(len(arrays)) if index != 1]  # all but w_up
-    if dims[1] is not None or _tokens_are_split([stacked[index] for index in of_tokens]):
+    num_tokens = stacked[0].shape[1]
+    if _tokens_are_split([stacked[0], *stacked[2:]]):
         return lax.map(lambda arrays: call(*arrays), stacked), 0
-    merged = [_merge_leading(x) for x in stacked]
-    merged[1] = arrays[1]
-    return _split_leading(call(*merged), size, stacked[0].shape[1]), 0
+    if dims[1] is not None:  # stripes of their own: a batch of products, and one gather
+        columns = jax.vmap(reference.up_projection)(*stacked[:3])
+        y = all_gather_add(
+            axis_name,
+            *map(_merge_leading, (columns, *stacked[3:])),
+            max_tokens=gather.max_tokens,
+            implementation=implementation,
+        )
+    else:
+        merged = [_merge_leading(x) for x in stacked]
+        merged[1] = arrays[1]
+        y = call(*merged)
+    return _split_leading(y, size, num_tokens), 0
 
 
 def _refuse_axis_of_group(axis_data: Any, axis_name: AxisName) -> None:

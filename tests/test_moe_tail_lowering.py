@@ -146,13 +146,15 @@ def test_a_batch_is_one_call_of_all_its_tokens(batch, names, products, gpus):
     assert f"tensor<{8 * batch}x{H}xbf16>" in calls.text
 
 
-def test_a_batch_of_projections_is_a_loop_of_calls(gpus):
+def test_a_batch_of_projections_is_a_batch_of_products_and_one_gather(gpus):
     mapped = jax.vmap(sharded(), (None, None, None, 0, None))
     routed, shared, gamma, _, residual = arguments(8)
     w_up = arguments(8, batch=(5,))[3]
     calls = Calls(mapped, routed, shared, gamma, w_up, residual)
-    assert calls.names == [("fused", 128), ("up_gather_add", 32)]
-    assert "stablehlo.while" in calls.text
+    assert calls.names == [("fused", 128), ("all_gather_add", 128)]
+    assert calls.products == 1
+    assert "stablehlo.while" not in calls.text
+    assert f"tensor<{8 * 5}x{H}xbf16>" in calls.text
 
 
 def test_the_call_is_made_beside_its_derivative(gpus):
