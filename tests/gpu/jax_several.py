@@ -253,7 +253,7 @@ def scan_of_layers(world):
 def whole_tail(world):
     """moe_tail in 92 layers, each on the one before: no collective of XLA.
 
-    Without a digest: the up-projection is a GEMM of XLA's choice.
+    Without a digest: for two ranks the up-projection is a GEMM of XLA's choice.
     """
     num_tokens = 4
     inputs = world.inputs(num_tokens, seed=11, draw=normal, top_k=8)
