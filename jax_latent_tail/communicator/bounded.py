@@ -33,6 +33,27 @@ def get_ready() -> None:
         _idle.put(_Worker())
 
 
+def attempt(work: _Job, timeout_s: float) -> str | None:
+    """Like `within`, but raises the error that `work` ends with: returns only whether it is late.
+
+    Not for the interpreter's exit: a thread that is given up is replaced.
+    """
+    errors: list[Exception] = []
+
+    def keep_error() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    late = within(keep_error, timeout_s)
+    if late:
+        get_ready()
+    elif errors:
+        raise errors[0]
+    return late
+
+
 def within(work: _Job, timeout_s: float) -> str | None:
     """Does `work`; returns None if it came to its end in time, and otherwise what was wrong.
 

@@ -21,7 +21,6 @@ from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.communicator.settings import Settings, agree
 from jax_latent_tail.errors import (
     DisagreementError,
-    LatentTailError,
     RendezvousError,
     UnavailableError,
 )
@@ -243,8 +242,8 @@ class CudaCommunicator:
         except Refusal:
             self._abandon(agreed=True)
             raise
-        except BaseException:
-            self._abandon(agreed=False)
+        except BaseException as error:
+            self._abandon(agreed=rendezvous.all_raise(error))
             raise
         return self
 
@@ -434,15 +433,17 @@ class CudaCommunicator:
         _require_same(self._rendezvous, answers)
         return found[0]
 
-    def _synchronize(self, timeout_s: float | None = None) -> None:
+    def _patience_s(self) -> float:
+        """How long a step may wait for this process's devices, so that the others hear of it."""
+        return _PATIENCE * self._rendezvous.timeout_s
+
+    def _synchronize(self) -> None:
         """Waits until the devices have done all that they were told.
 
-        Raises a RendezvousError that names one which works on for longer than `timeout_s`, by
-        default what the other processes wait for this one, or the error that is found.
+        Raises a RendezvousError that names one which works on for too long, or the error that is
+        found.
         """
-        if timeout_s is None:
-            timeout_s = _PATIENCE * self._rendezvous.timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._patience_s()
         for member in self._local:
             assert member.ordinal is not None
             with naming(member):
@@ -452,6 +453,13 @@ class CudaCommunicator:
 
     def _prepare_memory(self, settings: Settings, request: cuda_memory.Request) -> None:
         """Writes workspaces, control blocks and records as they are before the first call."""
+        # A program of another thread may have come in between, which the writes wait for.
+        late = bounded.attempt(lambda: self._write_memory(settings, request), self._patience_s())
+        if late:
+            devices = ", ".join(str(member.device_id) for member in self._local)
+            raise RendezvousError(f"of devices {devices} one is busy, {late}")
+
+    def _write_memory(self, settings: Settings, request: cuda_memory.Request) -> None:
         driver, region = self._driver, self._region
         assert region
         for member in self._local:
@@ -489,7 +497,9 @@ class CudaCommunicator:
                         "cuMemsetD32", address + head, 0, (request.control_bytes - head) // 4
                     )
                     driver.call("cuMemcpyHtoD", address, ctypes.addressof(block), head)
-        self._synchronize()
+        for member in self._local:
+            with naming(member):
+                request.device(member).synchronize()
 
     def _load(
         self, member: Member, cubin: store.Cubin, sharing: int
@@ -600,9 +610,6 @@ class CudaCommunicator:
         """
         self._closed = True
         self._close_handles()
-        for member, home in self._homes.items():
-            if member not in self._new_homes:
-                quietly("a control block", self._mark_closed, home)
         keeps = bool(self._region) and self._may_be_in_use()
         if not keeps:
             self._unload()
@@ -623,15 +630,36 @@ class CudaCommunicator:
         self._homes.clear()
 
     def _may_be_in_use(self) -> bool:
-        """Whether a device still works, maybe with memory of this attempt."""
+        """Whether a device still works, maybe with memory of this attempt.
+
+        Marks control blocks of an earlier communicator as closed again: captured graphs hold them.
+        """
+        deadline = time.monotonic() + _ABANDON_TIMEOUT_S
+        busy = [self._is_busy(member, _left(deadline)) for member in self._local]
+        return any(busy)
+
+    def _is_busy(self, member: Member, timeout_s: float) -> bool:
+        assert member.ordinal is not None
+        device = self._devices[member.ordinal]
+        kept = None if member in self._new_homes else self._homes.get(member)
+
+        def stop() -> None:
+            if kept:
+                quietly("a control block", self._mark_closed, kept)
+            device.synchronize()
+
         try:
-            self._synchronize(_ABANDON_TIMEOUT_S)
-        except RendezvousError as busy:
-            _log.warning("memory of an attempt that failed is not freed: %s", busy)
-            return True
-        except LatentTailError as error:  # then it does nothing any more
-            _log.debug("a device of an attempt that failed: %s", error)
-        return False
+            late = bounded.attempt(stop, timeout_s)
+        except Exception as error:  # then it does nothing any more
+            _log.debug("the device of %s, of an attempt that failed: %s", member, error)
+            return False
+        if late:
+            _log.warning(
+                "memory of an attempt that failed is not freed: the device of %s is busy, %s",
+                member,
+                late,
+            )
+        return late is not None
 
     def _close_handles(self) -> None:
         for handle in self._handles:

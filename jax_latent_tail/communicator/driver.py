@@ -137,17 +137,4 @@ class Device:
 
     def synchronize_within(self, timeout_s: float) -> str | None:
         """The same for a limited time; returns what was wrong if that was not enough."""
-        errors: list[Exception] = []
-
-        def synchronize() -> None:
-            try:
-                self.synchronize()
-            except Exception as error:
-                errors.append(error)
-
-        late = bounded.within(synchronize, timeout_s)
-        if late:
-            bounded.get_ready()  # in place of the thread that is given up
-        if errors:
-            raise errors[0]
-        return late
+        return bounded.attempt(self.synchronize, timeout_s)

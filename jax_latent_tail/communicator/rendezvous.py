@@ -259,6 +259,10 @@ class Rendezvous:
                 raise Refusal(f"'{step}' failed in {self.name(process)}: {answer['refusal']}")
         return [answer["value"] for answer in answers]
 
+    def all_raise(self, error: BaseException) -> bool:
+        """Whether `agree` ended with this error, in all processes."""
+        return error is self._known_to_all
+
     def require_equal(self, step: str, facts: Mapping[str, Any]) -> None:
         """Raises a DisagreementError in all processes unless each has the same facts.
 

@@ -12,6 +12,7 @@ from world import World, current_process, nothing_left, projection, row, spec
 
 from jax_latent_tail.communicator import cuda, descriptors
 from jax_latent_tail.communicator.cuda import CudaCommunicator
+from jax_latent_tail.communicator.driver import Device, DriverError
 from jax_latent_tail.communicator.rendezvous import Refusal, Rendezvous
 from jax_latent_tail.errors import (
     ArgumentValueError,
@@ -518,13 +519,13 @@ def all_give_up(world, pattern):
 def test_a_device_that_does_not_come_to_rest_is_named_and_a_retry_succeeds(sockets):
     world = World([1, 1])
     for process in world.processes:
-        process.timeout_s = 2
+        process.timeout_s = 5
     world.processes[1].bindings.busy.clear()
     with nothing_left(world, sockets):
         all_give_up(
             world,
             r"'waiting for the devices' failed in process 1: the device of rank 1 of group 0"
-            r" \(device 1\) is busy, not done after 1\.6 s",
+            r" \(device 1\) is busy, not done after 4\.0 s",
         )
     assert world.holdings() == [{}] * 2
     world.processes[1].bindings.busy.set()
@@ -538,17 +539,68 @@ def test_memory_of_a_device_that_does_not_come_to_rest_is_kept(sockets, monkeypa
     world = World([1, 1])
     force(world, "ipc")
     for process in world.processes:
-        process.timeout_s = 2
+        process.timeout_s = 5
     bindings = world.processes[1].bindings
     monkeypatch.setattr(bindings, "_cuMemcpyHtoD", lambda *_: bindings.busy.clear(), raising=False)
     all_give_up(
-        world, "'preparing the memory' failed in process 1: the device of rank 1 .* is busy"
+        world, "'preparing the memory' failed in process 1: of devices 1 one is busy, not done"
     )
     monkeypatch.undo()
     assert "memory of an attempt that failed is not freed: the device of rank 1" in caplog.text
     assert world.holdings()[1]["ordinary allocations"] == 2
     assert world.holdings()[1]["opened allocations"] == 2
     bindings.busy.set()
+
+
+def test_memory_is_kept_where_one_device_is_lost_and_another_is_busy(sockets, monkeypatch, caplog):
+    """The first says that it does nothing any more; that is not true of the second."""
+    monkeypatch.setattr(cuda, "_ABANDON_TIMEOUT_S", 0.3)
+    world = World([2])
+    come_to_rest, failing = threading.Event(), threading.Event()
+    real = Device.synchronize
+
+    def synchronize(device):
+        if failing.is_set():
+            if device.ordinal == 0:
+                raise DriverError("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_FAILED")
+            come_to_rest.wait(20)
+        real(device)
+
+    def load(*_):
+        failing.set()
+        raise UnavailableError("no such kernel")
+
+    monkeypatch.setattr(Device, "synchronize", synchronize)
+    monkeypatch.setattr(CudaCommunicator, "_load_module", load)
+    assert "no such kernel" in same_refusal(world.establish(row(2), spec(2)))
+    assert "is not freed: the device of rank 1 of group 0 (device 1) is busy" in caplog.text
+    held = world.holdings()[0]
+    come_to_rest.set()
+    assert held["handles"] == 4  # the workspaces and control blocks of both
+
+
+def test_a_control_block_that_cannot_be_written_is_not_waited_for_without_end(
+    sockets, monkeypatch, caplog
+):
+    """An ordinary copy waits for all that the device was told, say for a kernel that never ends."""
+    monkeypatch.setattr(cuda, "_ABANDON_TIMEOUT_S", 0.3)
+    world = World([1, 1])
+    world.close(world.establish(row(2), spec(2)))  # the control blocks remain
+    come_to_rest = threading.Event()
+
+    def mark_closed(*_):
+        come_to_rest.wait(20)
+
+    def load(*_):
+        monkeypatch.setattr(CudaCommunicator, "_mark_closed", mark_closed)
+        raise UnavailableError("no such kernel")
+
+    monkeypatch.setattr(CudaCommunicator, "_load", load)
+    start = time.monotonic()
+    assert "no such kernel" in same_refusal(world.establish(row(2), spec(2)))
+    assert time.monotonic() - start < 10
+    assert "is busy, not done after 0.3 s" in caplog.text
+    come_to_rest.set()
 
 
 def test_one_that_fails_in_an_unforeseen_way_ends_all(sockets, monkeypatch):
