@@ -39,9 +39,9 @@ _FORMAT = 1
 FOLDER_VARIABLE = "JAX_LATENT_TAIL_CUBINS"
 CACHE_VARIABLE = "JAX_LATENT_TAIL_CACHE"
 
-# Less than processes wait for each other when a communicator is made: they hear why there is none.
+# For a compiler, another process's included. By default less than processes wait for each other
+# when a communicator is made: they hear why there is none.
 COMPILE_TIMEOUT_S = 240.0
-LOCK_TIMEOUT_S = 240.0
 _LOCK_POLL_S = 0.05
 
 _SOURCES = (
@@ -133,15 +133,16 @@ def find(variant: KernelVariant) -> Cubin:
     if found:
         return found
     require_compiler(variant, refused)
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{variant.key}.lock"):
+        with _locked(folder / f"{variant.key}.lock", deadline):
             found = _load_cached(variant, folder, refused)  # another process may have been faster
-            return found or _compile(variant, folder)
+            return found or _compile(variant, folder, deadline)
     except OSError as error:
         _log.warning("cannot keep a compiled kernel in %s: %s", folder, error)
         with tempfile.TemporaryDirectory() as scratch:
-            return _compile(variant, pathlib.Path(scratch))
+            return _compile(variant, pathlib.Path(scratch), deadline)
 
 
 def refusal(entry: dict, path: pathlib.Path) -> str | None:
@@ -228,7 +229,7 @@ def require_compiler(variant: KernelVariant, refused: Sequence[str] = ()) -> Non
     )
 
 
-def _compile(variant: KernelVariant, folder: pathlib.Path) -> Cubin:
+def _compile(variant: KernelVariant, folder: pathlib.Path, deadline: float) -> Cubin:
     """Compile in a process of its own: the compiler is large and keeps global state."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "jax_latent_tail.kernels.export", "--quiet", "--jobs=1"]
@@ -243,7 +244,7 @@ def _compile(variant: KernelVariant, folder: pathlib.Path) -> Cubin:
                 check=True,
                 capture_output=True,
                 text=True,
-                timeout=COMPILE_TIMEOUT_S,
+                timeout=max(deadline - time.monotonic(), 0.0),
             )
         except subprocess.CalledProcessError as error:
             raise UnavailableError(
@@ -251,7 +252,8 @@ def _compile(variant: KernelVariant, folder: pathlib.Path) -> Cubin:
             ) from error
         except subprocess.TimeoutExpired as error:
             raise UnavailableError(
-                f"compiling the kernel {variant.key} took over {COMPILE_TIMEOUT_S:.0f} s"
+                f"compiling the kernel {variant.key}, and waiting for who might, took over"
+                f" {COMPILE_TIMEOUT_S:g} s"
             ) from error
         made = pathlib.Path(scratch)
         entry = read_manifest(made)[variant.key]
@@ -293,9 +295,8 @@ def write_atomically(path: pathlib.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
+def _locked(path: pathlib.Path, deadline: float) -> Iterator[None]:
     """Raises an UnavailableError if another process keeps the lock for too long."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
     with open(path, "w") as file:
         while True:
             try:
@@ -306,7 +307,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise UnavailableError(
                     f"another process, which compiles this kernel or stands still, has kept {path}"
-                    f" locked for over {LOCK_TIMEOUT_S:g} s"
+                    f" locked for over {COMPILE_TIMEOUT_S:g} s"
                 )
             time.sleep(_LOCK_POLL_S)
         yield

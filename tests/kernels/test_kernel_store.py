@@ -166,10 +166,10 @@ def test_a_cache_that_cannot_be_written(places, monkeypatch):
 def _find_and_count(start, log, answers):
     compile_one = store._compile
 
-    def counted(variant, folder):
+    def counted(variant, folder, deadline):
         with open(log, "a") as file:
             file.write("compiled\n")
-        return compile_one(variant, folder)
+        return compile_one(variant, folder, deadline)
 
     store._compile = counted
     start.wait(60)
@@ -228,7 +228,7 @@ def locked_by_another(places, monkeypatch):
 def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
     locked_by_another, monkeypatch
 ):
-    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(store, "COMPILE_TIMEOUT_S", 0.3)
     start = time.monotonic()
     with pytest.raises(UnavailableError, match=rf"{KEY}\.lock locked for over 0\.3 s"):
         store.find(SMALL)
@@ -236,7 +236,7 @@ def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
 
 
 def test_a_lock_is_waited_for_until_its_process_is_dead(locked_by_another, monkeypatch):
-    monkeypatch.setattr(store, "_compile", lambda variant, folder: "compiled")
+    monkeypatch.setattr(store, "_compile", lambda *_: "compiled")
     start = time.monotonic()
     end = threading.Timer(0.5, locked_by_another)
     end.start()
