@@ -126,9 +126,7 @@ void DecodeTail(const Spec& spec, Checker& checker, Buffers& buffers) {
 }  // namespace
 
 std::string Attributes::ToString() const {
-  const char* op = !spec.gathers     ? ""
-                   : spec.latent_dim ? "up_gather_add on "
-                                     : "all_gather_add on ";
+  const char* op = spec.projects() ? "up_gather_add on " : spec.gathers ? "all_gather_add on " : "";
   return std::string(op) + "devices " + latent_tail::ToString(devices) + " (groups of " +
          std::to_string(spec.tp) + "), latent_dim " + std::to_string(spec.latent_dim) +
          ", hidden_dim " + std::to_string(spec.hidden_dim) + ", top_k " +
@@ -174,7 +172,7 @@ ffi::ErrorOr<Buffers> DecodeBuffers(const Spec& spec, ffi::RemainingArgs argumen
   Buffers buffers;
   if (spec.gathers) {
     buffers.tokens = checker.RowsOfArgument(0);
-    if (spec.latent_dim > 0) {
+    if (spec.projects()) {
       buffers.projected =
           checker.Argument<uint16_t>("latent", kBf16, {buffers.tokens, spec.latent_dim});
       buffers.w_up = checker.Argument<uint16_t>("w_up", kBf16, {spec.latent_dim, spec.shard_dim()});

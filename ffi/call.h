@@ -27,6 +27,8 @@ struct Spec {
   bool has_residual = false;  // which adds one
 
   int64_t shard_dim() const { return hidden_dim / tp; }
+  // Whether the call computes by the up-projection what it gathers.
+  bool projects() const { return gathers && latent_dim > 0; }
   bool operator==(const Spec& other) const {
     return tp == other.tp && latent_dim == other.latent_dim && hidden_dim == other.hidden_dim &&
            top_k == other.top_k && max_tokens == other.max_tokens && eps == other.eps &&

@@ -87,9 +87,14 @@ ffi::Error ToError(const Failure& failure) {
   return ffi::Error(code, "latent_tail: " + failure.message);
 }
 
+constexpr char kNoProjection[] = "on CPUs there is no call that computes an up-projection";
+
 ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary dictionary) {
   auto attributes = DecodeAttributes(dictionary);
   if (!attributes) return ffi::Unexpected(attributes.error());
+  if (attributes->spec.projects()) {
+    return ffi::Unexpected(ToError({Failure::kInvalid, kNoProjection}));
+  }
   auto module = dictionary.get<int64_t>("module");
   if (!module) return ffi::Unexpected(module.error());
   return std::make_unique<CallSite>(*module, *attributes);
@@ -217,6 +222,10 @@ extern "C" void* latent_tail_cpu_open(const latent_tail_cpu_communicator* declar
   std::shared_ptr<Communicator> communicator;
   if (declared->struct_size == sizeof(*declared)) {
     auto configuration = latent_tail::cpu::Decode(*declared);
+    if (configuration.spec.projects()) {
+      std::snprintf(fault, fault_size, "%s", latent_tail::cpu::kNoProjection);
+      return nullptr;
+    }
     int64_t bytes = Communicator::SegmentBytes(configuration);
     void* segment = nullptr;
     bool is_mapped = true;

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 
 import jax_latent_tail as latent_tail
-from jax_latent_tail import choice
+from jax_latent_tail import choice, native
+from jax_latent_tail.spec import gather_spec
 
 SHAPES = [  # tp, M, L, H / tp
     (1, 3, 8, 8),
@@ -29,6 +30,19 @@ def contributions(inputs):
         return inputs.rows
     ranks = zip(inputs.rows, inputs.weights, inputs.indices, strict=True)
     return np.stack([oracle.contribution(*rank) for rank in ranks])
+
+
+def test_a_call_that_computes_an_up_projection_is_refused():
+    spec = gather_spec(1, 16, has_residual=False, max_tokens=4, latent_dim=24)
+    with pytest.raises(latent_tail.UnavailableError, match="on CPUs there is no call"):
+        native.load("cpu").open_cpu([[0]], spec, [0], 0, 1.0, -1)
+    result = jax.ShapeDtypeStruct((2, 16), bfloat16)
+    call = functools.partial(
+        jax.ffi.ffi_call(native.CPU_TARGET, result), **native.attributes([[0]], spec), module=0
+    )
+    shapes = [(2, 24), (24, 16), (2, 16)]
+    with pytest.raises(Exception, match="on CPUs there is no call"):
+        jax.jit(call)(*(np.zeros(shape, bfloat16) for shape in shapes))
 
 
 @pytest.mark.parametrize("fp32_internal", [False, True])
