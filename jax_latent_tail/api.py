@@ -200,7 +200,8 @@ def moe_tail(
       w_up: [L, S], this rank's columns of the up-projection. Products are accumulated in fp32, and
         rounded once after the shard of the shared half is added.
       residual: [M, H], as for `all_gather_add`.
-      axis_name, eps, fp32_internal, max_tokens, implementation: as for `fused`.
+      axis_name, eps, fp32_internal, max_tokens, implementation: as for `fused`. What is insisted on
+        is `fused` and the gather; the product may be part of the latter, or XLA's.
 
     Returns:
       [M, H], equal on all ranks of the group: residual + columns of (latent @ w_up + shard).

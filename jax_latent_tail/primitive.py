@@ -297,22 +297,21 @@ def _batch_up_gather_add(
     if all(dim is None for dim in dims):
         return call(*arrays), None
     size = axis_data.size
-    stacked = _stacked(arrays, dims, size, axis_name)
-    num_tokens = stacked[0].shape[1]
-    if _tokens_are_split([stacked[0], *stacked[2:]]):
-        return lax.map(lambda arrays: call(*arrays), stacked), 0
+    latent, w_up, shard, *residual = _stacked(arrays, dims, size, axis_name)
+    num_tokens = latent.shape[1]
+    if _tokens_are_split([latent, shard, *residual]):
+        return lax.map(lambda arrays: call(*arrays), (latent, w_up, shard, *residual)), 0
     if dims[1] is not None:  # stripes of their own: a batch of products, and one gather
-        columns = jax.vmap(reference.up_projection)(*stacked[:3])
+        columns = jax.vmap(reference.up_projection)(latent, w_up, shard)
         y = all_gather_add(
             axis_name,
-            *map(_merge_leading, (columns, *stacked[3:])),
+            *map(_merge_leading, (columns, *residual)),
             max_tokens=gather.max_tokens,
             implementation=implementation,
         )
     else:
-        merged = [_merge_leading(x) for x in stacked]
-        merged[1] = arrays[1]
-        y = call(*merged)
+        latent, shard, *residual = map(_merge_leading, (latent, shard, *residual))
+        y = call(latent, arrays[1], shard, *residual)
     return _split_leading(y, size, num_tokens), 0
 
 
@@ -428,7 +427,7 @@ def _lower(
     module = ctx.module_context
     spec: TailSpec = params["spec"]
     insisted = params["implementation"]
-    if spec.projects and insisted != "xla":
+    if spec.projects and insisted == platform:
         insisted = None  # it may be two operations, of which the gather is then insisted on
     chosen = choice.choose(
         platform or "/".join(module.platforms),

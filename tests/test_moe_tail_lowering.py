@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from harness import make_mesh
+from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 
 import jax_latent_tail as latent_tail
@@ -163,6 +164,13 @@ def test_the_call_is_made_beside_its_derivative(gpus):
 
     calls = Calls(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), *arguments(3))
     assert calls.names == [("fused", 128), ("up_gather_add", 32)]
+
+
+def test_under_compute_on_it_is_plain(gpus):
+    """A call there might run beside another one, on the same workspace."""
+    calls = Calls(compute_on("device_host")(jax.jit(sharded())), *arguments(3))
+    assert (calls.names, gpus.specs) == ([], [])
+    assert "compute_on('device_host') may run it beside another call" in latent_tail.explain()
 
 
 def test_an_exported_program_is_plain(gpus):

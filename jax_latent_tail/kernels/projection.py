@@ -54,6 +54,7 @@ class UpGatherAdd(Protocol):
     def __init__(self, variant: KernelVariant, geometry: Geometry):
         super().__init__(variant, geometry)
         assert geometry.tokens
+        assert geometry.cluster == _TOKENS  # CTA c finishes the tokens c, c + 8, ...
         self.sources = 2  # what a thread polls for: a vector and perhaps a header, of one rank
         self.groups = geometry.tokens // _TOKENS  # of tokens
         self.tile_vectors = geometry.tile // VECTOR

@@ -1,14 +1,16 @@
 """The protocol by which ranks exchange rows, token by token: the steps that all kernels share.
 
-The kernels themselves are in `collective.py`. Each rank launches one once per call. A cluster
-serves one token of one *role* and then strides on by gridDim.x:
+The kernels themselves are in `collective.py` and `projection.py`. Each rank launches one once per
+call. A cluster serves one token of one *role* and then strides on by gridDim.x:
 
     routed:  contribution -> publish to every peer -> take -> sum in rank order -> norm -> store
     shared:  scatter to the peers                  -> take -> sum in rank order         -> store
     gather:  publish to every peer                 -> take -> add the residual          -> store
 
 Routed and shared are the two halves of the tail, in one launch. The gather (`all_gather_add`) is a
-kernel of its own with a communicator of its own, in which it has the place of the shared role.
+kernel of its own with a communicator of its own, in which it has the place of the shared role. So
+is `up_gather_add`, which gathers tiles of columns in place of tokens, as it has computed them: a
+cluster publishes all its tiles, the header of each first, before it takes any.
 
 The protocol
 ============

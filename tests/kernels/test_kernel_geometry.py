@@ -17,7 +17,7 @@ from jax_latent_tail.kernels.variant import (
 from jax_latent_tail.spec import most_projected_tokens
 
 TP = st.integers(1, 16)
-MOST_LATENT = 8192  # that up_gather_add is promised for
+MOST_LATENT = 8192  # more than is served of up_gather_add: `geometry.UP_MAX_LATENT`
 # Of dynamic shared memory in one CTA, by compute capability.
 SHARED_MEMORY = {"sm_90": 227 << 10, "sm_100f": 227 << 10, "sm_120": 99 << 10}
 
