@@ -39,11 +39,11 @@ def gradients():
 
 
 def moe_tail_gradients():
-    """Through the call that computes the up-projection, by all five arguments."""
-    inputs = ranks.inputs_of(3, 8, draw=ranks.normal)
+    """Through the call that computes the up-projection: here of one token. By all arguments."""
+    inputs = ranks.inputs_of(3, 1, draw=ranks.normal)
     rng = np.random.default_rng(3)
     w_up = (ranks.normal(rng, ranks.L, ranks.H) / 64).astype(jnp.bfloat16)
-    residual = ranks.put(ranks.normal(rng, 8, ranks.H), P())
+    residual = ranks.put(ranks.normal(rng, 1, ranks.H), P())
     arrays = (*ranks.operands(inputs), ranks.put(w_up), residual)
 
     def loss(implementation, *arrays):
