@@ -39,6 +39,47 @@ def play(group, steps, order=None):
         traffic.idle(player.rank)
 
 
+def play_with_a_late_rank(group, steps):
+    """Each step is launched by one rank in turn after all others, every other time much later."""
+    for turn, step in enumerate(steps):
+        late = turn % len(group)
+        for player in group:
+            if player.rank.rank != late:
+                player.launch(step, 0)
+        if turn % 2:
+            time.sleep(0.001)
+        group[late].launch(step, 0)
+        if turn % 10 == 9:
+            for player in group:
+                player.check(step, 0)
+    for player in group:
+        traffic.idle(player.rank)
+
+
+def replay_with_new_inputs(group, steps, turns=143):
+    """The steps as one graph a rank, so many times, now and then on other inputs."""
+
+    def enqueue(player):
+        for output, step in enumerate(steps):
+            player.launch(step, output)
+
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    sets = len(group[0].sets)
+    for turn in range(turns):
+        looked_at = turn % 20 == 0 or turn > turns - 6
+        if looked_at:
+            for player in group:
+                player.poison()
+                player.replace(0, turn % sets)
+        for graph in graphs:
+            graph.launch()
+        for player in group if looked_at else ():
+            for output, step in enumerate(steps):
+                player.check(step, output, turn % sets)
+    for player in group:
+        traffic.idle(player.rank)
+
+
 def sets_of(tp, variant, top_k=0, kinds=oracle.CLASSES):
     return [
         oracle.make(
@@ -117,20 +158,7 @@ def test_a_late_rank_before_every_other_call(device, load, tp):
     """Ranks a call ahead of a slow one fill only the other buffer."""
     loaded = load(tp)
     group = players(device, loaded, sets_of(tp, loaded.variant, kinds=("normal",)), ring=1)
-    steps = traffic.plan(11, 300, 1, 16)
-    for turn, step in enumerate(steps):
-        late = turn % tp
-        for player in group:
-            if player.rank.rank != late:
-                player.launch(step, 0)
-        if turn % 2:
-            time.sleep(0.001)
-        group[late].launch(step, 0)
-        if turn % 10 == 9:
-            for player in group:
-                player.check(step, 0)
-    for player in group:
-        traffic.idle(player.rank)
+    play_with_a_late_rank(group, traffic.plan(11, 300, 1, 16))
 
 
 def test_two_channels_at_once(device, load):
@@ -174,30 +202,7 @@ def test_graph_replay_with_new_inputs(device, load, tp):
             (1, None),
         ]
     ]
-    graphs = []
-    for player in group:
-
-        def enqueue(player=player):
-            for output, step in enumerate(steps):
-                player.launch(step, output)
-
-        graphs.append(player.rank.capture(enqueue))
-    for turn in range(143):  # 1001 calls
-        which = turn % len(sets)
-        if turn % 20 == 0 or turn > 137:
-            for player in group:
-                player.poison()
-                player.replace(0, which)
-            for graph in graphs:
-                graph.launch()
-            for output, step in enumerate(steps):
-                for player in group:
-                    player.check(step, output, which)
-        else:
-            for graph in graphs:
-                graph.launch()
-    for player in group:
-        traffic.idle(player.rank)
+    replay_with_new_inputs(group, steps)
 
 
 @pytest.mark.parametrize("trigger", [False, True])
@@ -342,19 +347,7 @@ def test_gather_keeps_every_sign(device, residual):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_late_rank_before_every_other_gather(device, tp):
     group = gather_players(device, traffic.gather(device, tp), ("normal", "spread"), ring=1)
-    for turn, step in enumerate(gather_plan(11, 300, 2, 16)):
-        late = turn % tp
-        for player in group:
-            if player.rank.rank != late:
-                player.launch(step, 0)
-        if turn % 2:
-            time.sleep(0.001)
-        group[late].launch(step, 0)
-        if turn % 10 == 9:
-            for player in group:
-                player.check(step, 0)
-    for player in group:
-        traffic.idle(player.rank)
+    play_with_a_late_rank(group, gather_plan(11, 300, 2, 16))
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -372,25 +365,7 @@ def test_gather_graph_replay_with_new_inputs(device, tp):
             (128, 3, True),
         ]
     ]
-
-    def enqueue(player):
-        for output, step in enumerate(steps):
-            player.launch(step, output)
-
-    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
-    for turn in range(143):  # 1001 calls
-        looked_at = turn % 20 == 0 or turn > 137
-        if looked_at:
-            for player in group:
-                player.poison()
-                player.replace(0, turn % 3)
-        for graph in graphs:
-            graph.launch()
-        for player in group if looked_at else ():
-            for output, step in enumerate(steps):
-                player.check(step, output, turn % 3)
-    for player in group:
-        traffic.idle(player.rank)
+    replay_with_new_inputs(group, steps)
 
 
 @pytest.mark.parametrize("trigger", [False, True])
@@ -508,19 +483,7 @@ def test_up_gather_keeps_every_sign(device, residual):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_late_rank_before_every_other_up_gather(device, tp):
     group = up_players(device, traffic.up(device, tp), ("integers", "zeros"), ring=1)
-    for turn, step in enumerate(up_plan(11, 150, 2, (None, 2))):
-        late = turn % tp
-        for player in group:
-            if player.rank.rank != late:
-                player.launch(step, 0)
-        if turn % 2:
-            time.sleep(0.001)
-        group[late].launch(step, 0)
-        if turn % 10 == 9:
-            for player in group:
-                player.check(step, 0)
-    for player in group:
-        traffic.idle(player.rank)
+    play_with_a_late_rank(group, up_plan(11, 150, 2, (None, 2)))
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -538,25 +501,7 @@ def test_up_gather_graph_replay_with_new_inputs(device, tp):
             (32, None, True),
         ]
     ]
-
-    def enqueue(player):
-        for output, step in enumerate(steps):
-            player.launch(step, output)
-
-    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
-    for turn in range(43):  # 301 calls
-        looked_at = turn % 10 == 0 or turn > 40
-        if looked_at:
-            for player in group:
-                player.poison()
-                player.replace(0, turn % 3)
-        for graph in graphs:
-            graph.launch()
-        for player in group if looked_at else ():
-            for output, step in enumerate(steps):
-                player.check(step, output, turn % 3)
-    for player in group:
-        traffic.idle(player.rank)
+    replay_with_new_inputs(group, steps, turns=43)
 
 
 def test_up_gathers_back_to_back_with_pdl(device):
