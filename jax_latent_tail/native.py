@@ -402,7 +402,7 @@ def _cpu_communicator(
     )
 
 
-def library_path() -> pathlib.Path:
+def expected_path() -> pathlib.Path:
     """Where the library is expected."""
     named = os.environ.get(LIBRARY_VARIABLE)
     return pathlib.Path(named or pathlib.Path(__file__).with_name("liblatent_tail.so"))
@@ -423,7 +423,7 @@ def load(platform: str) -> Library:
 
 @functools.cache
 def _load(platform: str) -> Library:
-    path = library_path()
+    path = expected_path()
     try:
         library = Library(path)
     except (OSError, AttributeError) as error:  # the latter for what another version lacks

@@ -16,7 +16,7 @@ FFI_VERSION_OF_OLDEST = (0, 3)  # jaxlib 0.10.2's
 
 @pytest.fixture(scope="module")
 def library():
-    return native.Library(native.library_path())
+    return native.Library(native.expected_path())
 
 
 @pytest.mark.smoke

@@ -60,7 +60,7 @@ def shim(tmp_path_factory):
     shim.shim_last.restype = ctypes.POINTER(Launch)
     shim.shim_launches.restype = ctypes.c_uint64
     jax.devices()
-    library = native.Library(native.library_path())
+    library = native.Library(native.expected_path())
     assert library.open_driver(str(path)) is None
     handle = library.handle
     shim.shim_forward_to(handle.latent_tail_cuda_initialize, handle.latent_tail_cuda_execute)
