@@ -55,7 +55,8 @@ def unsupported(spec: TailSpec) -> str | None:
     if latent == 0 and hidden == 0:
         return "rows of no columns"
     if spec.projects and latent > geometry.UP_MAX_LATENT:
-        return f"latent_dim={latent} is more than shared memory has room for"
+        most = geometry.UP_MAX_LATENT
+        return f"latent_dim={latent} is more than the {most} that shared memory has room for"
     return None
 
 

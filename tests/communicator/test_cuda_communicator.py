@@ -214,7 +214,7 @@ def test_an_up_projection_has_tiles_in_the_place_of_tokens(max_tokens, planned, 
 
 def test_an_up_projection_of_more_rows_than_shared_memory_holds_is_not_served():
     assert cuda.unsupported(projection(2, latent=6144)) is None
-    reason = "latent_dim=6152 is more than shared memory has room for"
+    reason = "latent_dim=6152 is more than the 6144 that shared memory has room for"
     assert cuda.unsupported(projection(2, latent=6152)) == reason
     assert cuda.unsupported(spec(2, latent=6152)) is None
 
