@@ -34,10 +34,10 @@ from jax.sharding import PartitionSpec as P
 import jax_latent_tail as latent_tail
 from jax_latent_tail import launch, spec
 from jax_latent_tail.kernels import processes
+from jax_latent_tail.kernels.bench import MEMORY_BYTES_PER_US
 
 LAYERS = 184
 MOE_LAYERS = 24
-MEMORY_BYTES_PER_US = 4.8e6  # of an H200
 
 
 def chain(with_tail, with_gemm, length, unroll):

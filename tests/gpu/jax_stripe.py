@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import jax_ranks as ranks
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_bench import MEMORY_BYTES_PER_US, MOE_LAYERS, seconds
+from jax_bench import MOE_LAYERS, seconds
 
 import jax_latent_tail as latent_tail
 from jax_latent_tail import primitive, spec
+from jax_latent_tail.kernels.bench import MEMORY_BYTES_PER_US
 
 
 def layers(times):

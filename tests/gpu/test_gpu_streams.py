@@ -304,6 +304,20 @@ def gather_players(device, loaded, kinds=GATHER_KINDS, ring=BATCH, max_tokens=MA
     return [traffic.GatherPlayer(rank, loaded, sets, ring) for rank in ranks]
 
 
+def replay_to(want, group, step, enqueue, times):
+    """What `enqueue` puts on each rank's stream, as graphs that end with `want` in output 1."""
+    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
+    for _ in range(times):
+        for player in group:
+            player.poison()
+        for graph in graphs:
+            graph.launch()
+        for player in group:
+            np.testing.assert_array_equal(player.results(step, 1)[1], want)
+    for player in group:
+        traffic.idle(player.rank)
+
+
 def gather_step(tokens, data=0, first=0, token_ctas=None, residual=True):
     return traffic.Step(data, first, tokens, abi.SHARED_MASK, token_ctas, residual)
 
@@ -387,16 +401,7 @@ def test_gathers_back_to_back_with_pdl(device, trigger):
     want = data.residual[:1]
     for _ in range(100):
         want = oracle.all_gather_add(data.x[:, :1], want)
-    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
-    for _ in range(100):
-        for player in group:
-            player.poison()
-        for graph in graphs:
-            graph.launch()
-        for player in group:
-            np.testing.assert_array_equal(player.results(step, 1)[1], want)
-    for player in group:
-        traffic.idle(player.rank)
+    replay_to(want, group, step, enqueue, times=100)
 
 
 def test_gather_with_peers_played_by_the_host(device):
@@ -531,16 +536,7 @@ def test_up_gathers_back_to_back_with_pdl(device):
         for turn in range(100):
             launch(player, turn, True)
 
-    graphs = [player.rank.capture(lambda player=player: enqueue(player)) for player in group]
-    for _ in range(20):
-        for player in group:
-            player.poison()
-        for graph in graphs:
-            graph.launch()
-        for player in group:
-            np.testing.assert_array_equal(player.results(step, 1)[1], want)
-    for player in group:
-        traffic.idle(player.rank)
+    replay_to(want, group, step, enqueue, times=20)
 
 
 def test_up_gather_with_peers_played_by_the_host(device):
